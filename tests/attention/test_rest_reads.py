@@ -16,11 +16,12 @@ from penstock.attention.attention_backend import AttentionBackend
 from penstock.attention.attention_plan import DecodeRow
 from penstock.attention.devices import using
 from penstock.attention.mlx_backend import GPUBackend
-from penstock.attention.selection.choice_blocks import BLOCK_TOKENS, HALF_NOISE
+from penstock.attention.selection.block_choice import best_blocks
+from penstock.attention.selection.choice_blocks import BLOCK_TOKENS, FIRST_BLOCKS, HALF_NOISE
 from penstock.attention.selection.key_centers import KeyCenters, Rotation
 from penstock.attention.selection.key_index import KeyIndex
 from penstock.attention.selection.selected_reads import attend_alone
-from penstock.attention.selection.selection import FIRST_TOKENS, Selection, best_blocks
+from penstock.attention.selection.selection import FIRST_TOKENS, Selection
 from penstock.kv.segment import KVSpan, Segment
 from penstock.plugins.cpu.cpu_backend import CPUBackend
 
@@ -79,7 +80,7 @@ class Row:
             ]
             position = self.count - 1
             row = DecodeRow(tuple(spans), position, 0, position - self.cuts[-1])
-            tail = [side[:, :, self.cuts[-1] :] for side in (keys, values)]
+            tail = keys[:, :, self.cuts[-1] :], values[:, :, self.cuts[-1] :]
             sunk = None if sinks is None else mx.array(sinks).astype(self.dtype)
             scale = DIM**-0.5
             out = attend_alone(
@@ -101,7 +102,8 @@ class Row:
         with using(device):
             whole = index.indexed(Segment(((mx.array(keys), mx.array(values)),)), 0, device)
             row = DecodeRow((KVSpan(whole, 0, position),), position, 0, 0)
-            (chosen,) = best_blocks(selection, [row], [asked], 0, device)
+            (blocks,) = best_blocks(selection, [row], mx.array(asked)[None], 1.0, 0, device)
+            chosen = np.array(blocks) + FIRST_BLOCKS
             held = whole.index[0]
             assert held is not None
             near_keys, near_values = index.sides(held, VALUE_DIM)

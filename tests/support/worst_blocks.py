@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 
 from penstock.attention import devices
-from penstock.attention.selection import selection
+from penstock.attention.selection import block_choice
 from penstock.attention.selection.selected_reads import ChoiceReader
 
 
 def choose_worst_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let NumPy choose, and turn its order round."""
-    wanted = selection._wanted
-    monkeypatch.setattr(selection, "_wanted", lambda scores: -wanted(scores))
+    """Let MLX's operations choose, and turn their order round."""
+    lacks = block_choice._lacks
+    monkeypatch.setattr(block_choice, "_lacks", lambda scores: -lacks(scores))
     device = type(devices.current())
-    monkeypatch.setattr(device, "choice_reader", lambda self, how, *_: ChoiceReader(how, self))
+    monkeypatch.setattr(
+        device, "choice_reader", lambda self, how, *_: ChoiceReader(how, self, self.facts)
+    )

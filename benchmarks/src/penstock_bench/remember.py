@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from penstock.attention import devices
 from penstock.attention.attention_plan import DecodeRow
-from penstock.attention.ops import AttentionOps
+from penstock.attention.selection import block_choice
 from penstock.attention.selection.choice_blocks import BLOCK_TOKENS
 from penstock.attention.selection.selected_reads import ChoiceReader
-from penstock.attention.selection.selection import FIRST_TOKENS, Scores, Selection, pieces
+from penstock.attention.selection.selection import FIRST_TOKENS, Selection, pieces
 from penstock.engine.core import Core
 from penstock.engine.request import Request
 from penstock.engine.schedule.sequence import Sequence
@@ -60,30 +59,32 @@ class RememberLoad:
 
 
 def quest_score(
-    self: Selection,
+    selection: Selection,
     rows: Items[DecodeRow],
-    queries: Items[Scores],
+    queries: mx.array,
+    scale: float,
     layer: int,
-    ops: AttentionOps,
-) -> list[Scores]:
+    *_: Any,
+) -> list[mx.array]:
     """Score blocks by Quest's bound: the largest product that their extremes allow.
 
     Tang et al. 2024, "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference". Each
     element of a query is multiplied with the minimum and maximum of its channel in the block, and
     the larger product counts. In float16 the extremes of blocks of 16 take a sixteenth of the KV.
-    Replaces `Selection.score_blocks`.
+    Replaces `block_choice.block_scores`.
     """
-    return [_bounds(self, row, query, layer) for row, query in zip(rows, queries, strict=True)]
+    return [
+        _bounds(selection, row, query * scale, layer)
+        for row, query in zip(rows, queries, strict=True)
+    ]
 
 
-def _bounds(selection: Selection, row: DecodeRow, query: Scores, layer: int) -> Scores:
+def _bounds(selection: Selection, row: DecodeRow, query: mx.array, layer: int) -> mx.array:
     runs = pieces(row.parts, FIRST_TOKENS, selection.recent_start(row.position))
-    keys = np.concatenate([_keys(run, layer) for run in runs], axis=1)
-    heads, tokens, dim = keys.shape
-    blocks = keys.reshape(heads, tokens // BLOCK_TOKENS, BLOCK_TOKENS, dim)
+    keys = mx.concatenate([_keys(run, layer) for run in runs], axis=1)
+    blocks = mx.unflatten(keys, 1, (-1, BLOCK_TOKENS))
     smallest, largest = blocks.min(axis=2).swapaxes(1, 2), blocks.max(axis=2).swapaxes(1, 2)
-    bounds: Scores = np.maximum(query, 0) @ largest + np.minimum(query, 0) @ smallest
-    return bounds
+    return mx.maximum(query, 0) @ largest + mx.minimum(query, 0) @ smallest
 
 
 @contextmanager
@@ -93,28 +94,28 @@ def _scoring(side: str) -> Iterator[None]:
     Answers have few tokens, and normally the first one uses full attention and determines most of
     them.
     """
-    by_index, of_prompts = Selection.score_blocks, Sequence.follows_prompt
+    by_index, of_prompts = block_choice.block_scores, Sequence.follows_prompt
     device = type(devices.current())
     by_loops = device.choice_reader
     if side == "quest":
-        Selection.score_blocks = quest_score  # type: ignore[method-assign]
+        block_choice.block_scores = quest_score  # type: ignore[assignment]
         device.choice_reader = (  # type: ignore[method-assign]
-            lambda self, selection, *sizes: ChoiceReader(selection, self)
+            lambda self, selection, *sizes: ChoiceReader(selection, self, self.facts)
         )
     Sequence.follows_prompt = property(lambda _: False)  # type: ignore[assignment]
     try:
         yield
     finally:
-        Selection.score_blocks = by_index  # type: ignore[method-assign]
+        block_choice.block_scores = by_index
         device.choice_reader = by_loops  # type: ignore[method-assign]
         Sequence.follows_prompt = of_prompts  # type: ignore[method-assign]
 
 
-def _keys(run: ColumnRange, layer: int) -> Scores:
+def _keys(run: ColumnRange, layer: int) -> mx.array:
     segment, start, stop = run
     keys = segment.layers[layer][0]
     assert isinstance(keys, mx.array)
-    return np.asarray(keys)[0, :, start:stop]
+    return keys[0, :, start:stop]
 
 
 @dataclass(frozen=True, slots=True)

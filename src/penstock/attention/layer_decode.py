@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -12,7 +12,6 @@ from penstock.attention.attention_backend import AttentionBackend, DecodeStep
 from penstock.attention.attention_plan import AttentionPlan, DecodeRow, SharedRead, plan_attention
 from penstock.attention.joined_reads import SideData, read_sides
 from penstock.attention.selection.selected_reads import choose
-from penstock.attention.selection.selection import SelectedKV
 from penstock.attention.selection.spilled_reads import whole
 from penstock.attention.span_attention import MASKED, AttentionWindow, Partial
 from penstock.attention.streamed_reads import attend_streamed
@@ -38,38 +37,39 @@ class LayerDecode:
         sunk = None if sinks is None else sinks.astype(mx.float32) * span_attention.LOG2_E
         in_base_2 = span_attention.in_base_2(queries, scale)
         if by_row:
-            scaled = queries.astype(mx.float32) * scale
-            result = self._by_row(in_base_2, scaled, choosing, sunk)
+            chosen = self._chosen(queries, scale, choosing, sinks)
+            result = self._by_row(in_base_2, chosen, sunk)
         elif self.device.reads_together(*step.size):
             result = self.together(in_base_2, step.layout(self.window), sunk)
         else:
             result = self._alone(in_base_2, step.rows[0], step.layout(self.window), sunk)
         return result if result.dtype == queries.dtype else result.astype(queries.dtype)
 
+    def _chosen(
+        self, queries: mx.array, scale: float, numbers: Sequence[int], sinks: mx.array | None
+    ) -> dict[int, mx.array]:
+        """Attend for the new tokens with selective attention; return their outputs by index."""
+        if not numbers:
+            return {}
+        step = self.step
+        shape = step.tails.shapes[self.layer]
+        reader = self.device.choice_reader(step.selection, shape.key_dim, shape.value_dim)
+        if step.width > 1:
+            queries = queries.swapaxes(1, 2).reshape(-1, queries.shape[1], 1, queries.shape[3])
+        arguments = reader, step.new_tokens, numbers, queries, scale
+        return choose(*arguments, self.layer, step.tails, sinks, step.memory)
+
     def _by_row(
-        self,
-        queries: mx.array,
-        scaled: mx.array,
-        numbers: Sequence[int],
-        sinks: mx.array | None,
+        self, queries: mx.array, chosen: Mapping[int, mx.array], sinks: mx.array | None
     ) -> mx.array:
         """Process each row separately, with selective attention or with all of its parts.
 
         Args:
             queries: queries of all rows, in base 2.
-            scaled: queries in base e, float32.
-            numbers: indices of the new tokens with selective attention.
+            chosen: outputs of new tokens with selective attention, by index.
             sinks: attention sinks in base 2.
         """
         step, width = self.step, self.step.width
-        chosen: dict[int, mx.array | SelectedKV] = {}
-        if numbers:
-            shape = step.tails.shapes[self.layer]
-            reader = self.device.choice_reader(step.selection, shape.key_dim, shape.value_dim)
-            if width > 1:
-                scaled = scaled.swapaxes(1, 2).reshape(-1, scaled.shape[1], 1, scaled.shape[3])
-            arguments = reader, step.new_tokens, numbers, scaled
-            chosen = choose(*arguments, self.layer, step.tails, sinks, step.memory)
         results = []
         for number, row in enumerate(step.rows):
             mine, first = queries[number : number + 1], number * width
@@ -77,38 +77,14 @@ class LayerDecode:
                 results.append(self._whole(mine, row, sinks))
                 continue
             tokens = [
-                self._token(
-                    mine[:, :, i : i + 1],
-                    row.ahead(i),
-                    chosen.get(first + i),
-                    sinks,
-                )
+                chosen[first + i]
+                if first + i in chosen
+                else self._whole(mine[:, :, i : i + 1], row.ahead(i), sinks)
                 for i in range(min(width, 1 + row.proposed))
             ]
             tokens += [mx.zeros_like(tokens[0])] * (width - len(tokens))  # ignored columns
             results.append(tokens[0] if width == 1 else mx.concatenate(tokens, axis=2))
         return results[0] if len(results) == 1 else mx.concatenate(results)
-
-    def _token(
-        self,
-        queries: mx.array,
-        row: DecodeRow,
-        choice: mx.array | SelectedKV | None,
-        sinks: mx.array | None,
-    ) -> mx.array:
-        """Return the output of one new token, from its selection or from all parts of its row."""
-        if isinstance(choice, mx.array):
-            return choice
-        if choice is None:
-            return self._whole(queries, row, sinks)
-        first, recent = (
-            read_sides(p, self.layer, self.device) for p in (choice.first, choice.recent)
-        )
-        keys, values = (
-            [*first[side], selected, *recent[side]]
-            for side, selected in enumerate((choice.keys, choice.values))
-        )
-        return self._parts(queries, row, (keys, values), row.tail + 1, None, sinks, choice.rest)
 
     def _whole(
         self,
@@ -152,9 +128,8 @@ class LayerDecode:
         columns: int,
         seen: mx.array | None,
         sinks: mx.array | None,
-        rest: Partial | None = None,
     ) -> mx.array:
-        """Attend to parts and tail of a row under one softmax, with the rest of its tokens."""
+        """Attend to parts and tail of a row under one softmax."""
         keys, values = sides
         heads, width = queries.shape[1:3]
         tail = self.step.tails.read_block(self.layer, row.slot, 1, columns)
@@ -167,8 +142,7 @@ class LayerDecode:
                 stacked, [*keys, tail[0].squeeze(0)], [*values, tail[1].squeeze(0)], seen
             )
         sunk = None if sinks is None else _sunk(sinks, stacked.shape[0], 1, width)
-        parts = [part] if rest is None else [part, rest]
-        return span_attention.ungrouped(span_attention.merged(parts, sunk), 1, heads)
+        return span_attention.ungrouped(span_attention.merged([part], sunk), 1, heads)
 
     def together(
         self, queries: mx.array, layout: AttentionPlan, sinks: mx.array | None

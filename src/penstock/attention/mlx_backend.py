@@ -63,7 +63,7 @@ class MLXBackend(AttentionBackend):
         return nullcontext(PieceReads(self, stacked))
 
     def choice_reader(self, selection: Selection, key_dim: int, value_dim: int) -> ChoiceReader:
-        return ChoiceReader(selection, self)
+        return ChoiceReader(selection, self, self.facts)
 
     def multiply_weights(self, x: mx.array, weights: mx.array) -> mx.array:
         return x @ weights.T

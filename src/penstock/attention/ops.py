@@ -6,13 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import mlx.core as mx
-import numpy as np
 
 from penstock.attention import span_attention
 from penstock.attention.span_attention import KVData, Partial
 from penstock.kv.codecs.code_ops import CodeOps
 from penstock.kv.codecs.coded import Codec, Coded
-from penstock.kv.numpy_arrays import Floats
 
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
@@ -20,11 +18,6 @@ _Result = TypeVar("_Result")
 
 class AttentionOps(CodeOps):
     """Primitive operations of attention, in MLX's operations; devices may override them."""
-
-    uses_numpy: bool = False
-    """Whether NumPy can read arrays in place, and is faster than MLX for some operations."""
-    independent_products: bool = False
-    """Whether `best_by_block` rounds stacked queries exactly like single ones."""
 
     def attend_decode(
         self,
@@ -52,23 +45,6 @@ class AttentionOps(CodeOps):
     def exp2(self, x: mx.array) -> mx.array:
         """Return 2^x for x <= 0; below -126 the result is approximately 0."""
         return mx.power(2.0, x)
-
-    def best_by_block(self, x: Floats, codes: mx.array, sizes: mx.array, block: int) -> Floats:
-        """Return the largest product of each block of rows with signs, see `multiply_signs`.
-
-        A device may round each row's size by up to 6 %.
-
-        Args:
-            x: (heads, m, n).
-            codes: (heads, rows, n / 32), in whole blocks.
-            sizes: (heads, rows), float16.
-            block: number of rows per block.
-
-        Returns:
-            Array (heads, m, rows / block); not finite where a size in the block is not.
-        """
-        products = self.multiply_signs(mx.array(x), codes, sizes.astype(mx.float32))
-        return np.array(products.reshape(*products.shape[:2], -1, block).max(axis=-1))
 
     def index_codes(self, codec: Codec, side: mx.array) -> Coded:
         """Encode keys or values (batch, heads, tokens, dim) for the index."""

@@ -104,12 +104,12 @@ class SelectiveKVCache(SinkRotatingKVCache):
         compiled = os.environ.get(KERNELS_VARIABLE) != "off"
         selection = Selection(self.attend_tokens, self._rule, compiled)
         position = self.offset - 1
-        sides = self._held()
-        mx.eval(queries, sides)
         self._index_to(selection.recent_start(position))
-        segment = Segment((sides,), index=(self._index,))
+        held = self._held()
+        assert isinstance(held[0], mx.array) and isinstance(held[1], mx.array)
+        segment = Segment((held,), index=(self._index,))
         row = DecodeRow((KVSpan(segment, 0, position),), position, 0, 0)
-        tail = [side[:, :, position : self.offset] for side in sides if isinstance(side, mx.array)]
+        tail = held[0][:, :, position : self.offset], held[1][:, :, position : self.offset]
         sizes = [side.shape[-1] for side in tail]
         reader = devices.current().choice_reader(selection, *sizes)
         return selected_reads.attend_alone(reader, row, queries, scale, tail, sinks)
@@ -125,6 +125,7 @@ class SelectiveKVCache(SinkRotatingKVCache):
         start = 0 if self._index is None else self._index.tokens
         if start >= stop:
             return
+        mx.eval(self._held())
         keys, values = (col.take(side, start, stop) for side in self._held())
         more = self._rule.of(keys, values, 0, start, devices.current())
         self._index = more if self._index is None else self._index.join(more)

@@ -12,5 +12,3 @@ HALF_NOISE = 0.0518
 2-bit codes add an error of variance 0.1331 to standard normal values, whose size is then 1 /
 0.8825: 0.1331 * 0.8825^2 / 2. With half of its variance subtracted, e^noise is 1 on average.
 """
-CHOSEN = 1e30
-"""Score of a block with a key too large for the index: larger than all others."""

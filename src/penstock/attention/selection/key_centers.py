@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from penstock.attention.selection.choice_blocks import BLOCK_TOKENS
@@ -56,6 +57,7 @@ class KeyCenters:
     vectors: Floats
     """Array (kv_heads, dim), not rotated."""
     rotation: Rotation
+    _factors: list[mx.array] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def __deepcopy__(self, memo: object) -> KeyCenters:
         """Return itself, because it is immutable."""
@@ -96,6 +98,13 @@ class KeyCenters:
         by_block = self.vectors[:, None] * cosines + partners * sines
         by_token: Floats = by_block.repeat(BLOCK_TOKENS, axis=1)
         return by_token[:, start - first * BLOCK_TOKENS : stop - first * BLOCK_TOKENS]
+
+    @property
+    def factors(self) -> mx.array:
+        """Matrices of `Rotation.factors`, made once."""
+        if not self._factors:
+            self._factors.append(mx.array(self.rotation.factors(self.vectors)))
+        return self._factors[0]
 
     def scores(
         self,

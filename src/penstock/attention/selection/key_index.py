@@ -7,7 +7,7 @@ bits as well, tokens that were not selected can be read approximately; see `rest
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -18,7 +18,8 @@ from penstock.attention.ops import AttentionOps
 from penstock.attention.selection.key_centers import KeyCenters
 from penstock.attention.selection.rotations import CenterLoop
 from penstock.kv import columns as col
-from penstock.kv.codecs.coded import Codec, Coded
+from penstock.kv.codecs.coded import Codec, Coded, largest_group
+from penstock.kv.codecs.rotation import rotate
 from penstock.kv.codecs.turbo import STEPS, Turbo, padded
 from penstock.kv.columns import Side
 from penstock.kv.numpy_arrays import Floats
@@ -27,6 +28,9 @@ from penstock.kv.tails import LayerShape
 
 BITS = 2
 """Bits per value. Each bit stands for a sign: code - 1.5 is a half and a one, plus or minus."""
+MOST_SUM = 2_730
+"""Maximum sum of the whole numbers of a query: three times that, for codes up to 3, has 13 bits,
+and a size in float16 has 11, which makes the 24 of a float32."""
 PIECE_TOKENS = 256
 """Number of tokens of one layer that are indexed together."""
 READ_TOKENS = 4_096
@@ -117,38 +121,45 @@ class KeyIndex:
         return replace(segment, index=tuple(index))
 
     def transform_query(self, queries: Floats) -> Floats:
-        """Transform queries (kv_heads, m, dim) for `best_by_block`: (kv_heads, m, n).
-
-        For one row at a time, because rounding depends on the shape of a product and could change
-        the selection.
-        """
+        """Transform queries (kv_heads, m, dim) for products with signs: (kv_heads, m, signs)."""
         return queries @ _rotation(self.codec, queries.shape[-1])
+
+    def whole_queries(self, queries: mx.array, scale: float) -> tuple[mx.array, mx.array]:
+        """Round rotated queries (..., dim) to whole numbers, for `products`.
+
+        Args:
+            queries: queries of the model.
+            scale: scale of the model's scores.
+
+        Returns:
+            Whole numbers, (..., n) float32, NaN for a query of zeros; and what a product is worth
+                in scores, (..., 1).
+        """
+        rotated = rotate(queries, padded(queries.shape[-1]), scale * STEPS[BITS])
+        largest = mx.abs(rotated).max(axis=-1, keepdims=True)
+        worth = largest * (1 / (MOST_SUM // rotated.shape[-1]))
+        return mx.round(rotated / worth), worth
+
+    def products(self, whole: mx.array, index: Coded, ops: AttentionOps) -> mx.array:
+        """Multiply whole queries (kv_heads, m, n) with the keys of an index: (kv_heads, m, tokens).
+
+        Every sum is a multiple of half a key's size, and less than 2^24 of the last bits of such a
+        half: it is exact in float32. So it does not depend on the device, on the order of the sum,
+        or on the queries that are multiplied together.
+        """
+        codes, sizes = (part.squeeze(0) for part in index.parts[:2])
+        group = largest_group(whole.shape[-1])
+        scales = mx.expand_dims(sizes.astype(mx.float32), -1)
+        biases = scales * -1.5
+        if group < whole.shape[-1]:
+            shape = *sizes.shape, whole.shape[-1] // group
+            scales, biases = (mx.broadcast_to(part, shape) for part in (scales, biases))
+        where = whole, codes, scales, biases
+        return ops.multiply_codes(*where, transpose=True, group_size=group, bits=BITS)
 
     def inverse_transform(self, mixed: Floats, dim: int) -> Floats:
         """Transform sums of indexed values (kv_heads, m, n) back to (kv_heads, m, dim)."""
         return mixed @ _back_rotation(self.value_codec, mixed.shape[-1], dim)
-
-    def best_by_block(
-        self, x: Floats, parts: Iterable[tuple[Coded, int, int]], block: int, ops: AttentionOps
-    ) -> Floats:
-        """Return the largest score in each block of tokens; see `AttentionOps.best_by_block`.
-
-        Args:
-            x: queries from `transform_query`, (kv_heads, m, n).
-            parts: pieces of an index with their columns start..stop - 1; whole blocks in total.
-            block: number of tokens per block.
-
-        Returns:
-            Array (kv_heads, m, blocks).
-        """
-        pieces = [
-            [part[0, :, start:stop] for part in coded.parts[:2]] for coded, start, stop in parts
-        ]
-        codes, sizes = (
-            side[0] if len(side) == 1 else mx.concatenate(list(side), axis=1)
-            for side in zip(*pieces, strict=True)
-        )
-        return ops.best_by_block(x, codes, sizes, block)
 
     def center_scores(
         self,
@@ -180,13 +191,11 @@ class KeyIndex:
         The index has codes and sizes of the keys, and with `with_values` those of the values.
         """
         index = _encoded(self.codec, keys, ops, self.centers.get(layer), start)
+        index = replace(index, parts=(index.parts[0], _bounded(index.parts[1])))
         if not self.with_values:
             return index
         codes, sizes = _encoded(self.value_codec, values, ops).parts
-        # A value too large for a float16 is held as the largest: a mix with it stays finite.
-        sizes = mx.minimum(sizes, mx.finfo(mx.float16).max)
-        mx.eval(sizes)
-        return replace(index, parts=(*index.parts, codes, sizes))
+        return replace(index, parts=(*index.parts, codes, _bounded(sizes)))
 
     def sides(self, index: Coded, value_dim: int) -> tuple[Coded, Coded]:
         """Return the keys and the values of an index that has both."""
@@ -215,6 +224,13 @@ def _encoded(
         pieces.append(ops.index_codes(codec, numbers))
         mx.eval(pieces[-1].parts)
     return pieces[0] if len(pieces) == 1 else _joined(pieces)
+
+
+def _bounded(sizes: mx.array) -> mx.array:
+    """Hold sizes too large for a float16 as the largest, so that products with them are finite."""
+    bounded = mx.where(mx.isfinite(sizes), sizes, mx.array(mx.finfo(mx.float16).max, mx.float16))
+    mx.eval(bounded)
+    return bounded
 
 
 @cache

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from penstock.attention import span_attention
 from penstock.attention.attention_plan import DecodeRow
 from penstock.attention.ops import AttentionOps
 from penstock.attention.selection.choice_blocks import BLOCK_TOKENS, HALF_NOISE
 from penstock.attention.selection.key_index import READ_TOKENS
-from penstock.attention.selection.selection import FIRST_TOKENS, Numbers, Scores, Selection
+from penstock.attention.selection.selection import FIRST_TOKENS, Scores, Selection
 from penstock.attention.span_attention import LOG2_E, MASKED, Partial
 from penstock.kv.codecs.coded import Coded
 from penstock.kv.columns import Side
@@ -67,44 +66,45 @@ def joined(parts: Sequence[Rest]) -> Rest:
 def read(
     selection: Selection,
     row: DecodeRow,
-    queries: Scores,
-    blocks: Numbers,
+    queries: mx.array,
+    blocks: mx.array,
     layer: int,
     ops: AttentionOps,
-) -> Rest:
-    """Attend to the rest with MLX's operations, some thousand tokens at a time.
+    centers: mx.array | None = None,
+) -> Partial:
+    """Attend to the rest with MLX's operations, some thousand tokens at a time; not evaluated.
 
     Args:
         selection: selective attention with indexed values.
         queries: (kv_heads, m, dim), scaled so that e^score is a weight.
-        blocks: indices of the selected blocks, (kv_heads, blocks).
+        blocks: selected blocks, see `block_choice.best_blocks`.
+        centers: parts of the block scores that the index leaves out, (kv_heads, m, blocks).
     """
-    scaled, index = mx.array(queries), selection.index
-    dim = _dim(row.parts[0].segment.layers[layer][1])
-    transformed = index.codec.transform_query(scaled)
-    above = HALF_NOISE * mx.array(squares_of(queries))[..., None]
+    index, dim = selection.index, _dim(row.parts[0].segment.layers[layer][1])
+    transformed = index.codec.transform_query(queries)
+    above = HALF_NOISE * (queries * queries).sum(axis=-1, keepdims=True)
     hidden = _hidden(selection, row, blocks)
-    centers = selection.center_scores(row, queries, layer)
-    beside = None if centers is None else centers.repeat(BLOCK_TOKENS, axis=-1)
+    beside = None if centers is None else mx.repeat(centers, BLOCK_TOKENS, axis=-1)
     whole: Partial | None = None
     start = 0
     for coded, first, last in _pieces(selection, row, layer):
         keys, values = index.sides(coded.take(first, last), dim)
+        if whole is not None:
+            keys = keys.after(whole.mixed)
         sizes = keys.parts[1].astype(mx.float32).swapaxes(0, 1)
         scores = index.codec.score(transformed, keys, ops) - above * (sizes * sizes)
+        columns = slice(start, start + last - first)
         if beside is not None:
-            scores = scores + mx.array(beside[..., start : start + last - first])
-        seen = ~mx.array(hidden[:, None, start : start + last - first]) & mx.isfinite(scores)
+            scores = scores + beside[..., columns]
+        seen = ~hidden[:, None, columns] & mx.isfinite(scores)
         scores = mx.where(seen, scores * LOG2_E, MASKED)
         top, weights, total = span_attention.weigh(scores, ops)
         part = Partial(top, total, index.value_codec.mix(weights, values, ops).astype(mx.float32))
         whole = part if whole is None else span_attention.together(whole, part)
-        mx.eval(whole.top, whole.total, whole.mixed)
         start += last - first
     assert whole is not None
-    mean = index.value_codec.inverse_transform(whole.mixed / whole.total, dim)
-    sums = (whole.top + mx.log2(whole.total)) / LOG2_E
-    return Rest(np.array(sums.squeeze(-1)), np.array(mean))
+    mixed = index.value_codec.inverse_transform(whole.mixed, dim)
+    return Partial(whole.top, whole.total, mixed)
 
 
 def _pieces(selection: Selection, row: DecodeRow, layer: int) -> list[tuple[Coded, int, int]]:
@@ -115,12 +115,13 @@ def _pieces(selection: Selection, row: DecodeRow, layer: int) -> list[tuple[Code
     ]
 
 
-def _hidden(selection: Selection, row: DecodeRow, blocks: Numbers) -> npt.NDArray[np.bool_]:
+def _hidden(selection: Selection, row: DecodeRow, blocks: mx.array) -> mx.array:
     """Return which candidate tokens are read exactly, (kv_heads, tokens) bool."""
     count = (selection.recent_start(row.position) - FIRST_TOKENS) // BLOCK_TOKENS
-    hidden = np.zeros((len(blocks), count), np.bool_)
-    np.put_along_axis(hidden, blocks - FIRST_TOKENS // BLOCK_TOKENS, True, axis=1)
-    return hidden.repeat(BLOCK_TOKENS, axis=1)
+    hidden = mx.put_along_axis(
+        mx.zeros((blocks.shape[0], count), mx.bool_), blocks, mx.array(True), axis=1
+    )
+    return mx.repeat(hidden, BLOCK_TOKENS, axis=1)
 
 
 def _dim(side: Side) -> int:

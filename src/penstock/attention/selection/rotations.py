@@ -35,6 +35,8 @@ class Rotation:
     angles: npt.NDArray[np.float64]
     partners: npt.NDArray[np.int64]
     _tables: dict[int, Floats] = field(default_factory=dict, init=False, repr=False)
+    _device_tables: dict[int, mx.array] = field(default_factory=dict, init=False, repr=False)
+    """Tables of `table`, by number."""
     _places: tuple[npt.NDArray[np.int64], ...] = field(init=False, repr=False)
     """First channel of each rotated pair, its partners, and the channels that are not rotated."""
 
@@ -142,6 +144,43 @@ class Rotation:
                 self._tables[number] = np.ascontiguousarray(np.hstack(turns).T)
             yield self._tables[number], start, block - first, count
             block += count
+
+    def factors(self, vectors: Floats) -> Floats:
+        """Return the matrices that make queries ready for `table`, (kv_heads, dim, 2 * pairs + 1).
+
+        Args:
+            vectors: unrotated vectors, (kv_heads, dim).
+        """
+        a, b, still = self._places
+        heads, dim = vectors.shape
+        pairs, number = len(a), np.arange(len(a))
+        factors = np.zeros((heads, dim, 2 * pairs + 1), np.float32)
+        factors[:, a, number] = vectors[:, a]
+        factors[:, b, number] = vectors[:, b]
+        factors[:, a, pairs + number] = vectors[:, b]
+        factors[:, b, pairs + number] = -vectors[:, a]
+        factors[:, still, 2 * pairs] = vectors[:, still]
+        return factors
+
+    def table(self, first: int, stop: int) -> mx.array:
+        """Return the cosines, the sines, and ones of the blocks `first..stop - 1`.
+
+        Returns:
+            Array (2 * pairs + 1, blocks), not evaluated: its products with queries times `factors`
+            are those of `sums`, up to rounding.
+        """
+        columns = []
+        for number in range(first // TABLE_BLOCKS, -(-stop // TABLE_BLOCKS)):
+            start = number * TABLE_BLOCKS
+            if number not in self._device_tables:
+                turns = _mean_turns(self.angles[self._places[0]], start, start + TABLE_BLOCKS)
+                ones = np.ones((TABLE_BLOCKS, 1), np.float32)
+                self._device_tables[number] = mx.array(
+                    np.ascontiguousarray(np.hstack([*turns, ones]).T)
+                )
+            inside = slice(max(first - start, 0), min(stop - start, TABLE_BLOCKS))
+            columns.append(self._device_tables[number][:, inside])
+        return columns[0] if len(columns) == 1 else mx.concatenate(columns, axis=1)
 
     def table_bytes(self, tokens: int) -> int:
         """Return the maximum bytes of tables for `tokens` tokens, with two under construction."""

@@ -1,149 +1,44 @@
-"""Attention of a row to its selected blocks, by NumPy or by MLX's operations on codes.
+"""Attention of rows to the blocks that they select.
 
-Selection has to wait for the queries anyway, and small MLX operations have much overhead on a CPU:
-selecting 1,024 of 8,192 tokens takes 0.6 ms per layer with compiled loops, and 1.3 ms with MLX.
+With MLX's operations nothing is evaluated: a step with a choice is one evaluation. Devices may
+read rows in other ways. Spilled blocks are requested from a tier as soon as they are chosen, which
+has to wait for the queries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from math import gcd, prod
-from typing import TypeAlias
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 
 from penstock.attention import span_attention
+from penstock.attention.attention_memory import DeviceFacts
 from penstock.attention.attention_plan import DecodeRow
-from penstock.attention.joined_reads import read_sides
 from penstock.attention.ops import AttentionOps
-from penstock.attention.selection import rest_reads
-from penstock.attention.selection.choice_blocks import BLOCK_TOKENS
-from penstock.attention.selection.rest_reads import Rest, Sinks
-from penstock.attention.selection.selection import (
-    Numbers,
-    Scores,
-    SelectedKV,
-    Selection,
-    best_blocks,
-    gather,
-    pieces,
-)
-from penstock.attention.selection.spilled_reads import loaded
-from penstock.attention.span_attention import LOG2_E
-from penstock.kv.codecs.coded import Coded
-from penstock.kv.codecs.spilled import Spilled
-from penstock.kv.columns import Side
+from penstock.attention.selection import block_choice, rest_reads
+from penstock.attention.selection.block_choice import Tables
+from penstock.attention.selection.block_gather import BlockTokens, block_positions, selected_kv
+from penstock.attention.selection.choice_blocks import FIRST_BLOCKS
+from penstock.attention.selection.selection import Selection
+from penstock.attention.selection.spilled_reads import has_spilled, loaded
+from penstock.attention.span_attention import LOG2_E, Partial
 from penstock.kv.numpy_arrays import Integers
-from penstock.kv.segment import KVSpan
 from penstock.kv.tails import Tails
 
-Scratch: TypeAlias = dict[int, Scores]
-"""Buffers for the copies of keys and values, by side; fresh pages take longer than copying."""
-ALONE = 2**17
-"""Maximum multiplications of a product that NumPy's BLAS runs without threads."""
-
-
-class ChoiceReader:
-    """Selects the blocks that rows read, by NumPy and MLX's operations."""
-
-    def __init__(self, selection: Selection, ops: AttentionOps) -> None:
-        self.selection = selection
-        self.ops = ops
-
-    def prepare(self) -> None:
-        """Compile the loops in advance, which would otherwise delay a step by seconds."""
-
-    def read(self, asked: Sequence[Asked], memory: StepMemory) -> dict[int, Scores]:
-        """Select and read for several rows at once, where that is faster than one after the other.
-
-        Args:
-            asked: rows with float32 KV.
-            memory: memory shared by the layers of the step.
-
-        Returns:
-            Attention output by index of the row, (kv_heads, m, value_dim).
-        """
-        return {}
-
-    def blocks(self, asked: Sequence[Asked], memory: StepMemory) -> list[Numbers]:
-        """Select blocks for rows, (kv_heads, blocks) each."""
-        if not asked:
-            return []
-        rows, queries = [query.row for query in asked], [query.queries for query in asked]
-        return best_blocks(self.selection, rows, queries, asked[0].layer, self.ops)
-
-    def rest(self, asked: Asked, blocks: Numbers, memory: StepMemory) -> Rest | None:
-        """Read the tokens that a row did not select, if the index has values."""
-        if not self.selection.index.with_values:
-            return None
-        row, queries, layer = asked.row, asked.queries, asked.layer
-        return rest_reads.read(self.selection, row, queries, blocks, layer, self.ops)
-
-
-def choose(
-    reader: ChoiceReader,
-    rows: Sequence[DecodeRow],
-    numbers: Sequence[int],
-    queries: mx.array,
-    layer: int,
-    tails: Tails,
-    sinks: mx.array | None = None,
-    memory: StepMemory | None = None,
-) -> dict[int, mx.array | SelectedKV]:
-    """Select the blocks that rows read in a layer, and read them at once where that is faster.
-
-    Args:
-        rows: rows of the step, one per new token.
-        numbers: indices of the rows with selective attention.
-        queries: queries of all rows, (b, heads, 1, dim), float32, scaled so that e^score is a
-            weight.
-        tails: tail pool, with the new tokens.
-        sinks: see `span_attention.merged`, (heads,).
-        memory: memory shared by the layers of the step.
-
-    Returns:
-        By index of the row: its attention output, (1, heads, 1, value_dim), or the KV to read.
-    """
-    heads, kv_heads = queries.shape[1], tails.shapes[layer].kv_heads
-    choosing = [rows[number] for number in numbers]
-    row_tails = [tails.read_block(layer, row.slot, 1, row.tail + 1) for row in choosing]
-    mx.eval(queries, row_tails)
-    by_row = np.asarray(queries).reshape(len(rows), kv_heads, heads // kv_heads, -1)
-    below: Scores | None = None
-    if sinks is not None:
-        below = np.array(sinks / LOG2_E).reshape(kv_heads, -1)
-    memory = StepMemory() if memory is None else memory
-    selecting = [
-        Asked(row, number, by_row[number], layer, _on_host(tail, reader.ops), below)
-        for number, row, tail in zip(numbers, choosing, row_tails, strict=True)
-    ]
-    chosen: dict[int, mx.array | SelectedKV] = {}
-    readable = [query for query in selecting if query.is_readable]
-    for number, mixed in reader.read(readable, memory).items():
-        chosen[number] = mx.array(mixed.reshape(1, heads, 1, -1))
-    apart = [query for query in selecting if query.number not in chosen]
-    blocks = reader.blocks(apart, memory)
-    there = loaded(reader.selection, [query.row for query in apart], blocks, layer)
-    for query, row, row_blocks in zip(apart, there, blocks, strict=True):
-        rest = reader.rest(query, row_blocks, memory)
-        query = replace(query, row=row)
-        if query.is_readable:
-            mixed = attend(reader, query, row_blocks, rest, memory.scratch)
-            chosen[query.number] = mx.array(mixed.reshape(1, heads, 1, -1))
-        else:
-            choice = gather(reader.selection, row, row_blocks, layer, reader.ops)
-            chosen[query.number] = choice if rest is None else replace(choice, rest=rest.partial())
-    return chosen
+SCORE_COPIES = 3
+"""Number of scores of all tokens alive at once: of segments, joined, and of the next segment."""
 
 
 @dataclass(slots=True)
 class StepMemory:
     """Memory shared by the layers of one step."""
 
-    scratch: Scratch = field(default_factory=dict)
-    """Buffers for copies, reused by each row and layer."""
+    tables: Tables = field(default_factory=dict)
+    """Rotations of blocks."""
+    positions: dict[int, mx.array] = field(default_factory=dict)
+    """Positions of the tokens that may be chosen, by their end; see `block_positions`."""
     spans: dict[int, tuple[Integers, Integers]] = field(default_factory=dict)
     """Locations of each row's spans, cached by compiled loops."""
 
@@ -155,27 +50,156 @@ class Asked:
     row: DecodeRow
     number: int
     """Index of the row in the step."""
-    queries: Scores
-    """Array (kv_heads, m, dim), scaled so that e^score is a weight."""
+    queries: mx.array
+    """Queries of the model, (1, heads, 1, dim)."""
+    scale: float
+    """Scale of the model's scores."""
     layer: int
-    tail: Sequence[Scores]
-    """Keys and values of the tail, including the new token, (kv_heads, tokens, dim) each; empty if
-    NumPy cannot read them."""
-    sinks: Scores | None
-    """See `span_attention.merged`, in base e, (kv_heads, m)."""
+    tail: tuple[mx.array, mx.array]
+    """Keys and values of the tail, with the new token, (1, kv_heads, tokens, dim) each."""
+    sinks: mx.array | None
+    """Attention sinks of the model, (heads,)."""
 
     @property
-    def is_readable(self) -> bool:
-        """Whether compiled loops or NumPy can read it: all of its KV is unquantized float32."""
-        sides = (side for part in self.row.parts for side in part.segment.layers[self.layer])
-        return bool(self.tail) and all(map(_is_float32, sides))
+    def kv_heads(self) -> int:
+        return int(self.tail[0].shape[1])
 
-    def all_sinks(self, rest: Rest | None, heads: slice = slice(None)) -> Sinks | None:
-        """Return the attention sinks of some KV heads, merged with `rest` if given."""
-        sinks = None if self.sinks is None else self.sinks[heads]
-        if rest is not None:
-            return rest.sinks(sinks)
-        return None if sinks is None else Sinks(sinks)
+
+class ChoiceReader:
+    """Selects the blocks that rows read, and attends to them, with MLX's operations."""
+
+    def __init__(self, selection: Selection, ops: AttentionOps, facts: DeviceFacts) -> None:
+        self.selection = selection
+        self.ops = ops
+        self.facts = facts
+
+    def prepare(self) -> None:
+        """Compile the loops in advance, which would otherwise delay a step by seconds."""
+
+    def score_bytes(self, heads: int, kv_heads: int) -> int:
+        """Return the maximum bytes per token of a sequence while its index is scored."""
+        sizes = 2 * kv_heads
+        return mx.float32.size * (SCORE_COPIES * heads + sizes)
+
+    def read(
+        self, asked: Sequence[Asked], queries: mx.array, memory: StepMemory
+    ) -> dict[int, mx.array]:
+        """Select and attend for rows in one layer.
+
+        Args:
+            asked: rows with selective attention, at least one.
+            queries: their queries by KV head, (rows, kv_heads, m, dim), float32.
+            memory: memory shared by the layers of the step.
+
+        Returns:
+            Attention output by index of the row in the step, (1, heads, 1, value_dim).
+        """
+        rows, layer, scale = [query.row for query in asked], asked[0].layer, asked[0].scale
+        blocks = block_choice.best_blocks(
+            self.selection, rows, queries, scale, layer, self.ops, memory.tables
+        )
+        rest: list[Partial | None] = [None] * len(asked)
+        if self.selection.index.with_values:
+            rest = [
+                self._rest(query, of_row * scale, chosen, memory)
+                for query, of_row, chosen in zip(asked, queries, blocks, strict=True)
+            ]
+        return self.attend(asked, blocks, rest, memory)
+
+    def _rest(
+        self, asked: Asked, scaled: mx.array, blocks: mx.array, memory: StepMemory
+    ) -> Partial:
+        """Attend to the tokens that a row did not select."""
+        row, layer = asked.row, asked.layer
+        centers = block_choice.center_scores(self.selection, row, scaled, layer, memory.tables)
+        return rest_reads.read(self.selection, row, scaled, blocks, layer, self.ops, centers)
+
+    def attend(
+        self,
+        asked: Sequence[Asked],
+        blocks: Sequence[mx.array],
+        rest: Sequence[Partial | None],
+        memory: StepMemory,
+    ) -> dict[int, mx.array]:
+        """Attend to blocks that rows have selected, and to the rest; see `read`.
+
+        Args:
+            blocks: selected blocks of each row, see `block_choice.best_blocks`.
+        """
+        rows = [query.row for query in asked]
+        if any(has_spilled(row, asked[0].layer) for row in rows):
+            chosen = [np.asarray(of_row).astype(np.int64) + FIRST_BLOCKS for of_row in blocks]
+            rows = loaded(self.selection, rows, chosen, asked[0].layer)
+        return {
+            query.number: self._attend(query, row, self._tokens(row, of_row, memory), beside)
+            for query, row, of_row, beside in zip(asked, rows, blocks, rest, strict=True)
+        }
+
+    def _tokens(self, row: DecodeRow, blocks: mx.array, memory: StepMemory) -> BlockTokens:
+        stop = self.selection.recent_start(row.position)
+        if stop not in memory.positions:
+            memory.positions[stop] = block_positions(stop)
+        return BlockTokens.of(blocks, memory.positions[stop])
+
+    def _attend(
+        self, asked: Asked, row: DecodeRow, read: BlockTokens, rest: Partial | None
+    ) -> mx.array:
+        layer, queries, scale, sinks = asked.layer, asked.queries, asked.scale, asked.sinks
+        keys, values = selected_kv(self.selection, row, read, layer, asked.tail, self.ops)
+        if rest is None and self.facts.fuses_attention:
+            sunk = None if sinks is None else sinks.astype(queries.dtype)
+            return mx.fast.scaled_dot_product_attention(
+                queries, keys, values, scale=scale, sinks=sunk
+            )
+        stacked = span_attention.grouped(span_attention.in_base_2(queries, scale), asked.kv_heads)
+        exact = self.ops.attend_decode(stacked, [keys.squeeze(0)], [values.squeeze(0)])
+        parts = [exact] if rest is None else [exact, rest]
+        sunk = None
+        if sinks is not None:
+            sunk = sinks.astype(mx.float32).reshape(asked.kv_heads, -1, 1) * LOG2_E
+        merged = span_attention.merged(parts, sunk)
+        return span_attention.ungrouped(merged, 1, queries.shape[1]).astype(queries.dtype)
+
+
+def choose(
+    reader: ChoiceReader,
+    rows: Sequence[DecodeRow],
+    numbers: Sequence[int],
+    queries: mx.array,
+    scale: float,
+    layer: int,
+    tails: Tails,
+    sinks: mx.array | None = None,
+    memory: StepMemory | None = None,
+) -> dict[int, mx.array]:
+    """Select the blocks that rows read in a layer, and attend to them; see `ChoiceReader.read`.
+
+    Args:
+        rows: rows of the step, one per new token.
+        numbers: indices of the rows with selective attention.
+        queries: queries of all rows, (b, heads, 1, dim).
+        scale: scale of the model's scores.
+        tails: tail pool, with the new tokens.
+        sinks: attention sinks of the model, (heads,).
+        memory: memory shared by the layers of the step.
+    """
+    alone, kv_heads = len(rows) == 1, tails.shapes[layer].kv_heads
+    asked = [
+        Asked(
+            rows[number],
+            number,
+            queries if alone else queries[number : number + 1],
+            scale,
+            layer,
+            tails.read_block(layer, rows[number].slot, 1, rows[number].tail + 1),
+            sinks,
+        )
+        for number in numbers
+    ]
+    if len(numbers) < len(rows):
+        queries = queries[mx.array(list(numbers))]
+    by_head = _by_head(queries, kv_heads)
+    return reader.read(asked, by_head, StepMemory() if memory is None else memory)
 
 
 def attend_alone(
@@ -183,10 +207,10 @@ def attend_alone(
     row: DecodeRow,
     queries: mx.array,
     scale: float,
-    tail: Sequence[mx.array],
+    tail: tuple[mx.array, mx.array],
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Select and read for one row and layer, (1, heads, 1, dim) -> (1, heads, 1, value_dim).
+    """Select and attend for one row and layer, (1, heads, 1, dim) -> (1, heads, 1, value_dim).
 
     Args:
         row: row whose parts have only this layer.
@@ -194,173 +218,13 @@ def attend_alone(
         tail: keys and values of the tail, (1, kv_heads, tokens, dim) each.
         sinks: attention sinks of the model, (heads,).
     """
-    heads, kv_heads = queries.shape[1], tail[0].shape[1]
-    scaled = span_attention.grouped(queries.astype(mx.float32) * scale, kv_heads)
-    mx.eval(scaled, *tail)
-    below = None if sinks is None else np.array(sinks.astype(mx.float32)).reshape(kv_heads, -1)
-    query = Asked(row, 0, np.asarray(scaled), 0, _on_host(tail, reader.ops), below)
-    if query.is_readable:
-        for read in reader.read([query], StepMemory()).values():
-            return mx.array(read.reshape(1, heads, 1, -1))
-    (blocks,) = reader.blocks([query], StepMemory())
-    rest = reader.rest(query, blocks, StepMemory())
-    if query.is_readable:
-        return mx.array(attend(reader, query, blocks, rest).reshape(1, heads, 1, -1))
-    choice = gather(reader.selection, row, blocks, 0, reader.ops)
-    first, recent = (read_sides(pieces, 0, reader.ops) for pieces in (choice.first, choice.recent))
-    keys, values = (
-        [*first[side], chosen, *recent[side], tail[side].squeeze(0)]
-        for side, chosen in enumerate((choice.keys, choice.values))
-    )
-    stacked = span_attention.grouped(span_attention.in_base_2(queries, scale), kv_heads)
-    exact = reader.ops.attend_decode(stacked, keys, values)
-    parts = [exact] if rest is None else [exact, rest.partial()]
-    sunk = None if sinks is None else sinks.astype(mx.float32).reshape(kv_heads, -1, 1) * LOG2_E
-    merged = span_attention.ungrouped(span_attention.merged(parts, sunk), 1, heads)
-    return merged.astype(queries.dtype)
+    asked = Asked(row, 0, queries, scale, 0, tail, sinks)
+    read = reader.read([asked], _by_head(queries, asked.kv_heads), StepMemory())[0]
+    return read if read.dtype == queries.dtype else read.astype(queries.dtype)
 
 
-def _on_host(tail: Sequence[mx.array], ops: AttentionOps) -> list[Scores]:
-    """Return a tail's sides as NumPy arrays; empty if NumPy cannot read them."""
-    by_numpy = ops.uses_numpy and tail[0].dtype == mx.float32
-    return [_held(side) for side in tail] if by_numpy else []
-
-
-def _is_float32(side: Side) -> bool:
-    """Return whether a side is unquantized float32."""
-    if isinstance(side, Coded):
-        return isinstance(side.codec, Spilled) and side.codec.dtype == mx.float32
-    return isinstance(side, mx.array) and side.dtype == mx.float32
-
-
-def attend(
-    reader: ChoiceReader,
-    asked: Asked,
-    blocks: Numbers,
-    rest: Rest | None = None,
-    scratch: Scratch | None = None,
-) -> Scores:
-    """Attend to the first, the selected and the recent tokens of a row, gathered.
-
-    Args:
-        asked: row and its queries.
-        blocks: indices of the blocks that each KV head reads, (kv_heads, blocks).
-        rest: additional attention to the other tokens; None to ignore them.
-        scratch: buffers to reuse; overwritten.
-
-    Returns:
-        Array (kv_heads, m, value_dim).
-    """
-    copies = {} if scratch is None else scratch
-    keys, values = (_joined(reader, asked, blocks, side, copies) for side in (0, 1))
-    sinks = asked.all_sinks(rest)
-    scores = _by_columns(asked.queries, keys)
-    top = scores.max(axis=-1, keepdims=True)
-    if sinks is not None:
-        top = np.maximum(top, sinks.scores[..., None])
-    weights = np.exp(np.subtract(scores, top, out=scores), out=scores)
-    total, mixed = weights.sum(axis=-1, keepdims=True), _mixed(weights, values)
-    if sinks is not None:
-        sunk = np.exp(sinks.scores[..., None] - top)
-        total += sunk
-        mixed += 0 if sinks.values is None else sunk * sinks.values
-    mixed /= total
-    return mixed
-
-
-def _joined(
-    reader: ChoiceReader, asked: Asked, blocks: Numbers, side: int, scratch: Scratch
-) -> Scores:
-    """Gather all tokens that a row reads of one side, (kv_heads, tokens, dim)."""
-    row, layer, tail = asked.row, asked.layer, asked.tail[side]
-    stop = reader.selection.recent_start(row.position)
-    chosen = np.concatenate([np.zeros((len(blocks), 1), np.int64), blocks], axis=1)
-    count = chosen.shape[1] * BLOCK_TOKENS
-    recent = row.position - row.tail - stop
-    joined = _empty(scratch, side, (len(blocks), count + recent + tail.shape[1], tail.shape[2]))
-    spans = [(span, span.segment.layers[layer][side]) for span in row.parts if span.start < stop]
-    _gather(joined[:, :count], spans, chosen)
-    start = count
-    for segment, first, last in pieces(row.parts, stop, row.position - row.tail):
-        end = start + last - first
-        joined[:, start:end] = _columns(segment.layers[layer][side], first, last, reader.ops)
-        start = end
-    joined[:, start:] = tail
-    return joined
-
-
-def _empty(scratch: Scratch, side: int, shape: tuple[int, int, int]) -> Scores:
-    """Return an array in the reusable buffer of a side, which grows as needed."""
-    size = prod(shape)
-    if side not in scratch or scratch[side].size < size:
-        scratch[side] = np.empty(size, np.float32)
-    return scratch[side][:size].reshape(shape)
-
-
-def _held(side: object) -> Scores:
-    array: Scores = np.asarray(side)[0]
-    return array
-
-
-def _columns(side: Side, first: int, last: int, ops: AttentionOps) -> Scores:
-    """Return columns `first..last - 1` of a side, (kv_heads, columns, dim)."""
-    if not isinstance(side, Coded):
-        return _held(side)[:, first:last]
-    span = side.codec.span
-    begin = first // span * span
-    numbers = side.take(begin, -(-last // span) * span).dequantize(ops)
-    return _held(numbers)[:, first - begin : last - begin]
-
-
-def _gather(into: Scores, spans: Sequence[tuple[KVSpan, Side]], blocks: Numbers) -> None:
-    """Copy each KV head's blocks; see `selection.gather`."""
-    heads, _, dim = into.shape
-    grain = gcd(BLOCK_TOKENS, *(span.start for span, _ in spans))
-    per_block = BLOCK_TOKENS // grain
-    grains = (blocks[..., None] * per_block + np.arange(per_block)).reshape(heads, -1)
-    for span, side in spans:
-        if isinstance(side, Coded):
-            _gather_loaded(into, span, side, blocks)
-            continue
-        stored, whole = _held(side), span.columns // grain
-        for head, numbers in enumerate(grains - span.start // grain):
-            rows = stored[head, : whole * grain].reshape(whole, grain * dim)
-            out = into[head].reshape(-1, grain * dim)
-            inside = (numbers >= 0) & (numbers < whole)
-            if inside.all():
-                rows.take(numbers, axis=0, out=out, mode="clip")
-            else:
-                out[inside] = rows.take(numbers[inside], axis=0)
-
-
-def _gather_loaded(into: Scores, span: KVSpan, side: Coded, blocks: Numbers) -> None:
-    """Copy each KV head's blocks of a loaded side."""
-    codec, relative = side.codec, blocks - span.start // BLOCK_TOKENS
-    assert isinstance(codec, Spilled)
-    heads, positions = np.nonzero((relative >= 0) & (relative < span.columns // BLOCK_TOKENS))
-    of = codec.blocks(side, heads.astype(np.int32), relative[heads, positions].astype(np.int32))
-    (raw,) = codec.reader.fetch([of])
-    by_block = into.reshape(len(blocks), -1, BLOCK_TOKENS, into.shape[-1])
-    by_block[heads, positions] = raw.view(np.float32).reshape(-1, *by_block.shape[2:])
-
-
-def _by_columns(queries: Scores, keys: Scores) -> Scores:
-    """Multiply queries with keys, (kv_heads, m, tokens), without starting threads."""
-    heads, m, dim = queries.shape
-    tokens, step = keys.shape[1], max(1, ALONE // (m * dim))
-    scores = np.empty((heads, m, tokens), np.float32)
-    for start in range(0, tokens, step):
-        columns = slice(start, start + step)
-        np.matmul(queries, keys[:, columns].swapaxes(1, 2), out=scores[..., columns])
-    return scores
-
-
-def _mixed(weights: Scores, values: Scores) -> Scores:
-    """Sum values with weights, (kv_heads, m, dim), without starting threads."""
-    (_, m, tokens), dim = weights.shape, values.shape[2]
-    step = max(1, ALONE // (m * dim))
-    mixed = weights[..., :step] @ values[:, :step]
-    for start in range(step, tokens, step):
-        columns = slice(start, start + step)
-        mixed += weights[..., columns] @ values[:, columns]
-    return mixed
+def _by_head(queries: mx.array, kv_heads: int) -> mx.array:
+    """Return queries (rows, heads, 1, dim) by KV head: (rows, kv_heads, m, dim), float32."""
+    rows, heads, _, dim = queries.shape
+    by_head = queries.reshape(rows, kv_heads, heads // kv_heads, dim)
+    return by_head if by_head.dtype == mx.float32 else by_head.astype(mx.float32)

@@ -27,6 +27,7 @@ from penstock.kv.codecs.spilled import (
     BlockReader,
     RawBlocks,
     Spilled,
+    is_spilled,
 )
 from penstock.kv.columns import Side
 from penstock.kv.numpy_arrays import Integers
@@ -100,6 +101,11 @@ def _spilled(row: DecodeRow, layer: int) -> Iterator[_SpilledSides]:
             continue
         if isinstance(keys.codec, Spilled):
             yield _SpilledSides(span, keys, values)
+
+
+def has_spilled(row: DecodeRow, layer: int) -> bool:
+    """Return whether any KV of a row in a layer is in a tier."""
+    return any(is_spilled(span.segment.layers[layer][0]) for span in row.parts)
 
 
 def loaded(

@@ -21,6 +21,8 @@ class ChoiceFigures:
     step_bytes: int = 0
     """Maximum bytes of a step for indexing new keys, and for reading tokens that are not
     selected."""
+    score_token_bytes: int = 0
+    """Maximum bytes per token of a sequence while a layer's index is scored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

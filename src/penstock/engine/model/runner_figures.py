@@ -34,4 +34,12 @@ def _choice(runner: Runner) -> ChoiceFigures:
         layers=index.layers,
         index_token_bytes=runner.index_token_bytes,
         step_bytes=step_bytes,
+        score_token_bytes=max(_score_bytes(runner, layer) for layer in index.layers),
     )
+
+
+def _score_bytes(runner: Runner, layer: int) -> int:
+    """Return the bytes per token of a sequence while a layer's index is scored."""
+    shape, selection = runner.shapes[layer], runner.selection
+    reader = runner.device.choice_reader(selection, shape.key_dim, shape.value_dim)
+    return reader.score_bytes(runner.heads, shape.kv_heads)

@@ -260,6 +260,7 @@ class MemoryEstimator:
         if tokens <= choice.tokens:
             return 0
         copies = CHOICE_COPIES * choice.tokens * self._figures.layer_bytes
+        copies += choice.score_token_bytes * tokens
         if self._coded:
             numbers = max(s.kv_heads * (s.key_dim + s.value_dim) for s in shapes)
             # Codes that are encoded together are dequantized together.

@@ -6,6 +6,7 @@ normal for any vector. Rotation preserves inner products.
 
 from __future__ import annotations
 
+import math
 import random
 from functools import cache
 
@@ -16,13 +17,13 @@ import numpy.typing as npt
 SEED = 0
 
 
-def rotate(x: mx.array, width: int | None = None) -> mx.array:
-    """Rotate (..., dim) in float32 into (..., width); padding spreads later errors."""
+def rotate(x: mx.array, width: int | None = None, factor: float = 1.0) -> mx.array:
+    """Rotate (..., dim) in float32 into (..., width), times `factor`; padding spreads errors."""
     x = x.astype(mx.float32)
     *rows, dim = x.shape
     if width is not None and width > dim:
         x = mx.concatenate([x, mx.zeros((*rows, width - dim))], axis=-1)
-    return _transform(x * _signs(x.shape[-1]))
+    return _transform(x * _signs(x.shape[-1]), factor)
 
 
 def rotate_back(x: mx.array, dim: int | None = None) -> mx.array:
@@ -30,16 +31,17 @@ def rotate_back(x: mx.array, dim: int | None = None) -> mx.array:
     return back if dim is None else back[..., :dim]
 
 
-def _transform(x: mx.array) -> mx.array:
+def _transform(x: mx.array, factor: float = 1.0) -> mx.array:
     """Transform a head in parts of the largest possible power of two; self-inverse.
 
     MLX's transforms of 12, 20 and 28 times a power of two are not symmetric.
     """
     *rows, dim = x.shape
     size = dim & -dim
+    scale = None if factor == 1.0 else factor / math.sqrt(size)
     if size == dim:
-        return mx.hadamard_transform(x)
-    return mx.hadamard_transform(x.reshape(*rows, dim // size, size)).reshape(*rows, dim)
+        return mx.hadamard_transform(x, scale)
+    return mx.hadamard_transform(x.reshape(*rows, dim // size, size), scale).reshape(*rows, dim)
 
 
 @cache

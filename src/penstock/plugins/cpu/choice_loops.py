@@ -1,9 +1,9 @@
 """Loops for selective attention on KV in place, compiled for the CPU by Numba.
 
 They take addresses, because a call per segment would cost more than its work. Callers must keep the
-arrays alive. Without Numba (extra `cpu`), NumPy does the same in several passes. Sums over the
-index are bit-identical, and so is the selection, except between blocks with equal scores up to
-rounding.
+arrays alive. Without Numba (extra `cpu`), MLX's operations do the same. Sums over the index have
+the same bits, and so the same blocks are selected, except between blocks whose scores differ by
+rounding of the centers' products and of the softmax.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.plugins.cpu.center_loops import center_loop
 from penstock.plugins.cpu.choosing_loops import choose_loop
 from penstock.plugins.cpu.compiled import has_numba
 from penstock.plugins.cpu.rest_loops import CODES, rest_loop
-from penstock.plugins.cpu.sign_products import LEVELS_BELOW, MOST_ALONE, units_of
+from penstock.plugins.cpu.sign_products import units_of
 
 Addresses: TypeAlias = Integers
 INDEX_PARTS = 4
@@ -86,7 +86,8 @@ class ChoiceLoops:
         ]
         sides = np.array([side_addresses(array) for array in (*held, None)], np.int64)
         spans = SpanTable(np.array([0, 2 * BLOCK_TOKENS], np.int64), sides[None])
-        blocks = self.choose(np.zeros((1, 1, self.signs), np.float32), spans, 2, 1)
+        signs, units = np.zeros((1, 1, self.signs), np.float32), np.ones((1, 1, 1), np.float32)
+        blocks = self.choose(signs, units, spans, 2, 1)
         query = np.zeros((1, 1, self.key_dim), np.float32)
         self.locate(spans, blocks, 1)
         self.attend(query, spans, blocks, 1, None)
@@ -97,7 +98,8 @@ class ChoiceLoops:
 
     def choose(
         self,
-        x: Floats,
+        signs: Floats,
+        units: Floats,
         spans: SpanTable,
         stop: int,
         count: int,
@@ -107,16 +109,18 @@ class ChoiceLoops:
         """Select the best blocks of each head; return sorted indices, (heads, count).
 
         Args:
-            x: queries from `KeyIndex.transform_query`, (heads, m, signs).
+            signs: whole numbers, from `KeyIndex.whole_queries`, as weights of the index's signs,
+                (heads, m, signs).
+            units: what a product with these is worth, (heads, m, 1).
             spans: locations of the indexed tokens.
             stop: index after the last selectable block; the first ones are always read.
             count: number of blocks to select.
             first_head: index of the first of the heads.
             centers: parts of the block scores that the index leaves out, (heads, m, blocks).
         """
-        chosen, beside = np.empty((len(x), count), np.int64), _centers(x, stop, centers)
+        chosen, beside = np.empty((len(signs), count), np.int64), _centers(signs, stop, centers)
         where = spans.sides, spans.starts, first_head, stop
-        self._choose(x, units_of(x), beside, *where, LEVELS_BELOW, chosen)
+        self._choose(signs, units, beside, *where, chosen)
         return chosen
 
     def locate(
@@ -176,7 +180,7 @@ class ChoiceLoops:
         """Attend to all unselected blocks by the index, which has values.
 
         Args:
-            x: see `choose`.
+            x: queries from `KeyIndex.transform_query`, (heads, m, signs).
             squares: squared norm of each query, (heads, m).
             spans: see `choose`.
             stop: see `choose`.
@@ -191,7 +195,7 @@ class ChoiceLoops:
         heads, m, _ = x.shape
         tops, totals = np.full((heads, m), -np.inf, np.float32), np.zeros((heads, m), np.float32)
         mixed = np.zeros((heads, m, padded(self.value_dim)), np.float32)
-        given = x, units_of(x, MOST_ALONE), squares, _centers(x, stop, centers)
+        given = x, units_of(x), squares, _centers(x, stop, centers)
         where = spans.sides, spans.starts, first_head, blocks, stop
         self._rest(*given, *where, (tops, totals), mixed)
         with np.errstate(divide="ignore"):

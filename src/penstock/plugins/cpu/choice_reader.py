@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import mlx.core as mx
 import numpy as np
 
+from penstock.attention.attention_memory import DeviceFacts
 from penstock.attention.ops import AttentionOps
 from penstock.attention.selection import rest_reads
-from penstock.attention.selection.choice_blocks import BLOCK_TOKENS
+from penstock.attention.selection.choice_blocks import BLOCK_TOKENS, FIRST_BLOCKS
 from penstock.attention.selection.rest_reads import Rest, Sinks, squares_of
 from penstock.attention.selection.selected_reads import Asked, ChoiceReader, StepMemory
 from penstock.attention.selection.selection import Selection, halves
 from penstock.attention.selection.spilled_reads import Located, held_for
+from penstock.attention.span_attention import Partial
+from penstock.kv.codecs.coded import Coded
+from penstock.kv.codecs.spilled import Spilled
+from penstock.kv.columns import Side
 from penstock.kv.numpy_arrays import Floats, Integers
 from penstock.plugins.cpu.center_loops import center_loop
 from penstock.plugins.cpu.choice_loops import (
@@ -30,21 +36,58 @@ class LoopReader(ChoiceReader):
     Args:
         selection: number of tokens to read.
         ops: distributes the work over threads.
+        facts: properties of the device.
         loops: loops for keys and values of this size.
     """
 
-    def __init__(self, selection: Selection, ops: AttentionOps, loops: ChoiceLoops) -> None:
-        super().__init__(selection, ops)
+    def __init__(
+        self, selection: Selection, ops: AttentionOps, facts: DeviceFacts, loops: ChoiceLoops
+    ) -> None:
+        super().__init__(selection, ops, facts)
         self.loops = loops
 
     def prepare(self) -> None:
         """See `ChoiceReader`; takes some seconds, and 200 MB for the compiler."""
         self.loops.compile()
 
-    def read(self, asked: Sequence[Asked], memory: StepMemory) -> dict[int, Floats]:
-        """See `ChoiceReader`; one row per lane, or half of the heads of a single row."""
+    def score_bytes(self, heads: int, kv_heads: int) -> int:
+        """See `ChoiceReader`; loops keep the scores of blocks only."""
+        return 0
+
+    def read(
+        self, asked: Sequence[Asked], queries: mx.array, memory: StepMemory
+    ) -> dict[int, mx.array]:
+        """See `ChoiceReader`; the loops wait for the queries."""
+        scaled = queries * asked[0].scale
+        whole, units = self.selection.index.whole_queries(queries, asked[0].scale)
+        mx.eval(scaled, whole, units, [query.tail for query in asked])
+        given = zip(asked, np.asarray(scaled), np.asarray(whole), np.asarray(units), strict=True)
+        hosted = [_HostQuery.of(*query) for query in given]
+        outputs = {
+            query.asked.number: mx.array(mixed.reshape(1, query.asked.queries.shape[1], 1, -1))
+            for query, mixed in self._read([q for q in hosted if q.is_readable], memory)
+        }
+        others = [query for query in hosted if not query.is_readable]
+        if others:
+            chosen = [self._choose(self._query(one, memory, slice(None))) for one in others]
+            rest = [
+                self._partial(one, of_row, memory)
+                for one, of_row in zip(others, chosen, strict=True)
+            ]
+            outputs |= self.attend(
+                [one.asked for one in others],
+                [mx.array((of_row - FIRST_BLOCKS).astype(np.uint32)) for of_row in chosen],
+                rest,
+                memory,
+            )
+        return outputs
+
+    def _read(
+        self, asked: Sequence[_HostQuery], memory: StepMemory
+    ) -> Iterable[tuple[_HostQuery, Floats]]:
+        """Read float32 rows; one row per lane, or half of the heads of a single row."""
         if not asked:
-            return {}
+            return ()
         spans = [_table(one, memory) for one in asked]
         every = slice(0, len(asked[0].queries))
         parts = [every] if len(asked) > 1 else halves(every.stop)
@@ -60,21 +103,18 @@ class LoopReader(ChoiceReader):
         if any(table.is_spilled for table in spans):
             choices = self.ops.divide(choose, tasks)
             located = [choice.located(self.loops) for choice in choices]
-            with held_for([one.row for one in asked], located, asked[0].layer) as there:
+            rows, layer = [one.asked.row for one in asked], asked[0].asked.layer
+            with held_for(rows, located, layer) as there:
                 pairs = list(zip(choices, there, strict=True))
                 read = self.ops.divide(lambda pair: pair[0].read(self.loops, pair[1]), pairs)
         else:
             read = self.ops.divide(lambda task: choose(task).read(self.loops), tasks)
         if len(parts) > 1:
             read = [np.concatenate(read)]
-        return {one.number: mixed for one, mixed in zip(asked, read, strict=True)}
+        return zip(asked, read, strict=True)
 
-    def blocks(self, asked: Sequence[Asked], memory: StepMemory) -> list[Integers]:
-        """See `ChoiceReader`."""
-        return [self._choose(self._query(one, memory, slice(None))) for one in asked]
-
-    def rest(self, asked: Asked, blocks: Integers, memory: StepMemory) -> Rest | None:
-        """See `ChoiceReader`."""
+    def _partial(self, asked: _HostQuery, blocks: Integers, memory: StepMemory) -> Partial | None:
+        """Read the unselected tokens of a row, if the index has values."""
         if not self.selection.index.with_values:
             return None
 
@@ -82,32 +122,81 @@ class LoopReader(ChoiceReader):
             return self._rest_of(self._query(asked, memory, heads), blocks[heads])
 
         parts = self.ops.divide(read, halves(len(blocks)))
-        return rest_reads.joined([part for part in parts if part is not None])
+        return rest_reads.joined([part for part in parts if part is not None]).partial()
 
-    def _query(self, asked: Asked, memory: StepMemory, heads: slice) -> _IndexQuery:
+    def _query(self, asked: _HostQuery, memory: StepMemory, heads: slice) -> _IndexQuery:
         heads = slice(*heads.indices(len(asked.queries)))
         return _IndexQuery.of(self.selection, asked, _table(asked, memory), heads)
 
     def _choose(self, query: _IndexQuery) -> Integers:
         """Select blocks for some KV heads, (kv_heads, blocks)."""
-        count = self.selection.blocks(query.asked.row.position)
-        where = query.x, query.spans, query.stop, count
-        return self.loops.choose(*where, query.heads.start, query.centers)
+        count = self.selection.blocks(query.asked.asked.row.position)
+        where = query.spans, query.stop, count
+        return self.loops.choose(query.signs, query.units, *where, query.heads.start, query.centers)
 
     def _rest_of(self, query: _IndexQuery, blocks: Integers) -> Rest | None:
         """Read the unselected tokens of some KV heads, if the index has values."""
         index = self.selection.index
         if not index.with_values:
             return None
-        squares = squares_of(query.asked.queries[query.heads])
+        queries = query.asked.queries[query.heads]
+        x, squares = index.transform_query(queries), squares_of(queries)
         where = query.spans, query.stop, blocks, query.heads.start
-        sums, mean = self.loops.rest(query.x, squares, *where, query.centers)
+        sums, mean = self.loops.rest(x, squares, *where, query.centers)
         return Rest(sums, index.inverse_transform(mean, self.loops.value_dim))
 
 
-def _table(asked: Asked, memory: StepMemory) -> SpanTable:
+@dataclass(frozen=True, slots=True)
+class _HostQuery:
+    """A row with selective attention in one layer, with its arrays on the host."""
+
+    asked: Asked
+    queries: Floats
+    """Array (kv_heads, m, dim), scaled so that e^score is a weight."""
+    signs: Floats
+    """Weights of the signs in the index, whole numbers, (kv_heads, m, signs)."""
+    units: Floats
+    """Units of products with these, (kv_heads, m, 1)."""
+    tail: Sequence[Floats]
+    """Keys and values of the tail, (kv_heads, tokens, dim) each; empty if they are not float32."""
+    sinks: Floats | None
+    """Attention sinks in base e, (kv_heads, m)."""
+
+    @classmethod
+    def of(cls, asked: Asked, queries: Floats, whole: Floats, units: Floats) -> _HostQuery:
+        signs = np.stack([whole, 2 * whole], axis=-1).reshape(*whole.shape[:2], -1)
+        is_float32 = all(side.dtype == mx.float32 for side in asked.tail)
+        tail = [np.asarray(side)[0] for side in asked.tail] if is_float32 else []
+        sinks = None
+        if asked.sinks is not None:
+            sinks = np.array(asked.sinks.astype(mx.float32)).reshape(len(queries), -1)
+        return cls(asked, queries, signs, units * np.float32(0.5), tail, sinks)
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether compiled loops can read it: all of its KV is unquantized float32."""
+        layer = self.asked.layer
+        sides = (side for part in self.asked.row.parts for side in part.segment.layers[layer])
+        return bool(self.tail) and all(map(_is_float32, sides))
+
+    def all_sinks(self, rest: Rest | None, heads: slice = slice(None)) -> Sinks | None:
+        """Return the attention sinks of some KV heads, merged with `rest` if given."""
+        sinks = None if self.sinks is None else self.sinks[heads]
+        if rest is not None:
+            return rest.sinks(sinks)
+        return None if sinks is None else Sinks(sinks)
+
+
+def _is_float32(side: Side) -> bool:
+    """Return whether a side is unquantized float32."""
+    if isinstance(side, Coded):
+        return isinstance(side.codec, Spilled) and side.codec.dtype == mx.float32
+    return isinstance(side, mx.array) and side.dtype == mx.float32
+
+
+def _table(query: _HostQuery, memory: StepMemory) -> SpanTable:
     """Return the locations of one layer of a row, its tail last."""
-    row = asked.row
+    asked, row = query.asked, query.asked.row
     if asked.number not in memory.spans:
         ends = [*(part.start for part in row.parts), row.position - row.tail, row.position + 1]
         sides = [part.segment.derived(segment_addresses) for part in row.parts]
@@ -117,7 +206,7 @@ def _table(asked: Asked, memory: StepMemory) -> SpanTable:
         )
     starts, layers = memory.spans[asked.number]
     sides = layers[asked.layer]
-    for side, tail in enumerate(asked.tail):
+    for side, tail in enumerate(query.tail):
         sides[-1, side] = side_addresses(tail)
     return SpanTable(starts, sides)
 
@@ -126,10 +215,8 @@ def _table(asked: Asked, memory: StepMemory) -> SpanTable:
 class _IndexQuery:
     """Queries of some KV heads of a row, ready to score the key index."""
 
-    asked: Asked
+    asked: _HostQuery
     heads: slice
-    x: Floats
-    """Queries as expected by `ChoiceLoops.choose`."""
     spans: SpanTable
     """Locations of the row's tokens."""
     stop: int
@@ -138,12 +225,21 @@ class _IndexQuery:
     """Parts of the block scores that the index leaves out, (heads, m, blocks)."""
 
     @classmethod
-    def of(cls, selection: Selection, asked: Asked, spans: SpanTable, heads: slice) -> _IndexQuery:
-        x = selection.index.transform_query(asked.queries[heads])
-        row = asked.row, asked.queries, asked.layer, heads
-        centers = selection.center_scores(*row, loop=center_loop())
-        stop = selection.recent_start(asked.row.position) // BLOCK_TOKENS
-        return cls(asked, heads, x, spans, stop, centers)
+    def of(
+        cls, selection: Selection, asked: _HostQuery, spans: SpanTable, heads: slice
+    ) -> _IndexQuery:
+        row, layer = asked.asked.row, asked.asked.layer
+        centers = selection.center_scores(row, asked.queries, layer, heads, loop=center_loop())
+        stop = selection.recent_start(row.position) // BLOCK_TOKENS
+        return cls(asked, heads, spans, stop, centers)
+
+    @property
+    def signs(self) -> Floats:
+        return self.asked.signs[self.heads]
+
+    @property
+    def units(self) -> Floats:
+        return self.asked.units[self.heads]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from penstock.attention.selection.choice_blocks import BLOCK_TOKENS, CHOSEN, FIRST_BLOCKS
+from penstock.attention.selection.choice_blocks import BLOCK_TOKENS, FIRST_BLOCKS
 from penstock.plugins.cpu.compiled import exp_loop, half_bits_loop, pointer
-from penstock.plugins.cpu.sign_products import HIDDEN, LANE_BITS, LANES, LEVELS, LEVELS_BELOW
+from penstock.plugins.cpu.sign_products import HIDDEN, LANE_BITS, LANES
 
 
 @cache
@@ -65,63 +65,67 @@ def sum_loop(words: int) -> Any:
 
 
 @cache
-def _level_loop(words: int) -> Any:
-    """Compile the sums of some tokens of a block, each weighted by its size."""
-    from numba import int64, njit
+def _sums_loop(words: int) -> Any:
+    """Compile the sums of some tokens of a block, for four queries."""
+    from numba import njit
 
-    sum_up, hidden, last = sum_loop(words), int(HIDDEN), len(LEVELS_BELOW) - 1
+    sum_up, hidden = sum_loop(words), int(HIDDEN)
 
     @njit(nogil=True)
-    def level(table, signs, held, top, levels, sums):  # type: ignore[no-untyped-def]
-        for token in range(len(held)):
-            lower = min((int64(top) - int64(held[token])) >> 3, last)
-            sums[token] = sum_up(table, signs, token) * levels[lower] + hidden
+    def sums_of(table, signs, sums):  # type: ignore[no-untyped-def]
+        for token in range(len(sums)):
+            sums[token] = sum_up(table, signs, token) + hidden
 
-    return level
+    return sums_of
 
 
 @cache
 def _best_loop(words: int) -> Any:
-    """Compile the scores over an index with `words` words per token, for one head."""
-    from numba import carray, njit, uint16
+    """Compile the scores over an index with `words` words per token, for one head.
 
-    address_of, level = pointer(), _level_loop(words)
-    block, lanes_of = BLOCK_TOKENS, LANES
+    A sum of whole numbers times a float16 is exact in float32; see `KeyIndex.products`.
+    """
+    from numba import carray, float32, njit
+
+    address_of, sums_of, write_bits = pointer(), _sums_loop(words), half_bits_loop()
+    block, lanes_of, half = BLOCK_TOKENS, LANES, float32(2 ** (LANE_BITS - 1))
 
     @njit(nogil=True)
-    def best(tables, sides, starts, head, levels, first, into, largest):  # type: ignore[no-untyped-def]
+    def best(tables, sides, starts, head, first, into):  # type: ignore[no-untyped-def]
         sums = np.empty(block, np.int64)
         lanes = sums.view(np.uint16).reshape(block, lanes_of)
+        halves, bits = np.empty(block, np.uint16), np.empty(block, np.int32)
+        sizes = bits.view(np.float32)
         at = 0
         for number in range(into.shape[1]):
             start = (first + number) * block
             while starts[at + 1] <= start:
                 at += 1
-            span, done, top = at, 0, uint16(0)
+            span, done = at, 0
             while done < block:
                 column = start + done - starts[span]
                 run = min(block - done, starts[span + 1] - start - done)
                 address = sides[span, 3, 0] + head * sides[span, 3, 1] + 2 * column
                 held = carray(address_of(address), run, np.uint16)
                 for token in range(run):
-                    top = max(top, held[token])
+                    halves[done + token] = held[token]
                 span, done = span + 1, done + run
-            largest[number] = top
+            write_bits(halves, bits)
+            for token in range(block):
+                sizes[token] *= float32(2.0**112)
             for query in range(len(tables)):
                 span, done = at, 0
                 while done < block:
                     column = start + done - starts[span]
                     run = min(block - done, starts[span + 1] - start - done)
-                    address = sides[span, 3, 0] + head * sides[span, 3, 1] + 2 * column
-                    held = carray(address_of(address), run, np.uint16)
                     address = sides[span, 2, 0] + head * sides[span, 2, 1] + 4 * words * column
                     signs = carray(address_of(address), (run, words), np.uint32)
-                    level(tables[query], signs, held, top, levels, sums[done:])
+                    sums_of(tables[query], signs, sums[done : done + run])
                     span, done = span + 1, done + run
                 for lane in range(lanes_of):
-                    most = uint16(0)
+                    most = float32(-np.inf)
                     for token in range(block):
-                        most = max(most, lanes[token, lane])
+                        most = max(most, (float32(lanes[token, lane]) - half) * sizes[token])
                     into[lanes_of * query + lane, number] = most
 
     return best
@@ -163,38 +167,28 @@ def choose_loop(words: int) -> Any:
     from numba import float32, njit
 
     fill, best, exp, select = fill_loop(), _best_loop(words), exp_loop(), _select_loop()
-    write_bits = half_bits_loop()
-    lanes, first, half = LANES, FIRST_BLOCKS, float32(2 ** (LANE_BITS - 1))
-    most, levels_of = float32(CHOSEN), float32(LEVELS)
+    lanes, first = LANES, FIRST_BLOCKS
 
     @njit(nogil=True)
-    def choose(x, units, centers, sides, starts, first_head, stop, levels, chosen):  # type: ignore[no-untyped-def]
+    def choose(x, units, centers, sides, starts, first_head, stop, chosen):  # type: ignore[no-untyped-def]
         heads, queries, _ = x.shape
+        ones = np.ones((queries, 1), np.float32)
         blocks, groups = stop - first, -(-queries // lanes)
         tables = np.empty((groups, 4 * words, 256), np.int64)
-        sums = np.empty((groups * lanes, blocks), np.uint16)
-        largest = np.empty(blocks, np.uint16)
-        bits = np.empty(blocks, np.int32)
-        steps = bits.view(np.float32)
+        sums = np.empty((groups * lanes, blocks), np.float32)
         scores, weights = np.empty(blocks, np.float32), np.empty(blocks, np.float32)
         lacks = np.empty(blocks, np.float32)
         for head in range(heads):
-            fill(tables, x[head], units[head])
-            best(tables, sides, starts, first_head + head, levels, first, sums, largest)
-            write_bits(largest, bits)
-            for number in range(blocks):
-                steps[number] = steps[number] * float32(2.0**112) / levels_of
-                if largest[number] >= 0x7C00:
-                    steps[number] = np.inf
+            fill(tables, x[head], ones)
+            best(tables, sides, starts, first_head + head, first, sums)
             for number in range(blocks):
                 lacks[number] = np.inf
             for query in range(queries):
                 unit = units[head, query, 0]
                 top = float32(-np.inf)
                 for number in range(blocks):
-                    score = (float32(sums[query, number]) - half) * steps[number] * unit
+                    score = sums[query, number] * unit
                     score += centers[head, query, number]
-                    score = score if np.isfinite(score) else most
                     scores[number] = weights[number] = score
                     top = max(top, score)
                 total = top + np.log(exp(weights, top))

@@ -1,6 +1,6 @@
 """Common parts of the loops that Numba compiles for the CPU.
 
-Numba is part of the extra `cpu`. Without it, NumPy does the same in several passes.
+Numba is part of the extra `cpu`. Without it, the choice of tokens is made by MLX's operations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def has_numba() -> bool:
     try:
         import numba  # noqa: F401
     except ImportError as error:  # it is not there, or does not go with this NumPy
-        logger.info("selective attention uses NumPy, not compiled loops: %s", error)
+        logger.info("selective attention uses MLX's operations, not compiled loops: %s", error)
         return False
     return True
 

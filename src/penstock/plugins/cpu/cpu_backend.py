@@ -26,7 +26,7 @@ from penstock.kv.codecs import wide_codes
 from penstock.kv.codecs.coded import Codec, Coded
 from penstock.kv.codecs.turbo import Turbo
 from penstock.kv.numpy_arrays import Booleans, Floats
-from penstock.plugins.cpu import cpu_rows, ordered_attention, sign_products
+from penstock.plugins.cpu import cpu_rows, ordered_attention
 from penstock.plugins.cpu.choice_loops import choice_loops
 from penstock.plugins.cpu.choice_reader import LoopReader
 from penstock.plugins.cpu.cpu_layer_decode import CPULayerDecode, RowsRead, RowTails
@@ -127,8 +127,6 @@ class CPUBackend(MLXBackend):
 
     lanes: int = field(default_factory=lambda: min(2, cpu_rows.cores()))
     facts = DeviceFacts(on_heap=True, slow_half=True, fuses_attention=False)
-    uses_numpy = True
-    independent_products = True
     scores_at_once: int = MLXBackend.scores_at_once
     codes_at_once: int = 2**18
     """Number of codes converted to floats at a time: 1 MiB."""
@@ -381,12 +379,6 @@ class CPUBackend(MLXBackend):
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
         return wide_codes.dequantize(codes, scales, biases, group_size=group_size, bits=bits)
 
-    def best_by_block(self, x: Floats, codes: mx.array, sizes: mx.array, block: int) -> Floats:
-        """See `AttentionBackend`; from tables of sums, without computing products."""
-        octets = codes.view(mx.uint8)
-        mx.eval(octets, sizes)
-        return sign_products.best_by_block(x, np.asarray(octets), np.asarray(sizes), block)
-
     def index_codes(self, codec: Codec, side: mx.array) -> Coded:
         """See `AttentionOps`; by NumPy."""
         assert isinstance(codec, Turbo)
@@ -399,8 +391,8 @@ class CPUBackend(MLXBackend):
         if selection.compiled:
             loops = choice_loops(signs, key_dim, value_dim, with_values=with_values)
         if loops is None:
-            return ChoiceReader(selection, self)
-        return LoopReader(selection, self, loops)
+            return ChoiceReader(selection, self, self.facts)
+        return LoopReader(selection, self, self.facts, loops)
 
     def exp2(self, x: mx.array) -> mx.array:
         """Compute 2 ** x by a polynomial; see `AttentionBackend`.
