@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,8 +16,10 @@ from penstock.cli import main
 from penstock.plugins.kernels.selftest import Timing, WayChoice
 from penstock.plugins.kernels.ways import AttentionForm, AttentionWay, Situation, Ways
 from penstock_bench.kernels import KernelsLoad, layer_form, measure, report
+from penstock_bench.step_operations import LayerOperations
 
 SIZES = ["--heads", "4", "--kv-heads", "2", "--head-size", "64", "--tokens", "128", "--rows", "2"]
+FEW = LayerOperations(own=17, whole=21, choice=40, further=11, rest=100)
 LAYER = layer_form(4, 2, 64, "float32")
 
 
@@ -27,6 +30,9 @@ def test_kernel_bench_on_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     (record,) = tmp_path.glob("kernels-*.json")
     raw = json.loads(record.read_text())["raw"]
     assert raw["kernels_off"] == "this device has none"
+    assert raw["operations"] == {
+        "own": 17, "whole": 19, "choice": 40, "further": 11, "rest": 100
+    }  # fmt: skip
     assert all(set(one["milliseconds"]) == {"plain", "fused"} for one in raw["ways"].values())
 
 
@@ -49,16 +55,25 @@ def timed(chosen: AttentionWay) -> WayChoice:
 def test_kernel_slower_than_plain_misses_goal() -> None:
     load = KernelsLoad((LAYER,))
     good, bad = (
-        report(load, {(2, 128): timed(way)}) for way in (AttentionWay.KERNEL, AttentionWay.FUSED)
+        report(load, {(2, 128): timed(way)}, FEW)
+        for way in (AttentionWay.KERNEL, AttentionWay.FUSED)
     )
     assert good.met and good.ratio["least"] == 2.0
     assert not bad.met and bad.ratio["least"] == 0.5
 
 
+@pytest.mark.parametrize("many", [{"whole": 22}, {"choice": 41}])
+def test_many_operations_miss_goal(many: dict[str, int]) -> None:
+    choices = {(2, 128): timed(AttentionWay.KERNEL)}
+    assert report(KernelsLoad((LAYER,)), choices, FEW).met
+    shown = report(KernelsLoad((LAYER,)), choices, replace(FEW, **many))
+    assert not shown.met and [line.met for line in shown.lines].count(False) == 1
+
+
 def test_codec_without_kernel_is_named() -> None:
     choice = timed(AttentionWay.KERNEL)
     choice.unread.append("kivi4/raw of 2 heads on 1 of 256, float32")
-    shown = report(KernelsLoad((LAYER,)), {(2, 128): choice})
+    shown = report(KernelsLoad((LAYER,)), {(2, 128): choice}, FEW)
     assert [line.ours for line in shown.lines if line.figure == "kernels"] == [
         "do not read kivi4/raw of 2 heads on 1 of 256, float32"
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +16,7 @@ from penstock.plugins.kernels.selftest import Timing, WayChoice, choose
 from penstock.plugins.kernels.ways import AttentionForm, AttentionWay
 from penstock.plurals import counted
 from penstock_bench.report import Line, Report
+from penstock_bench.step_operations import LayerOperations, layer_operations
 
 CLAIM = "The way that an engine takes for a decode step's attention is the quickest of three"
 RIVAL = "plain operations"
@@ -48,11 +49,13 @@ def measure(load: KernelsLoad) -> Report:
         for rows in load.rows
         for tokens in load.tokens
     }
-    return report(load, choices)
+    return report(load, choices, layer_operations())
 
 
-def report(load: KernelsLoad, choices: dict[tuple[int, int], WayChoice]) -> Report:
-    """Compare the chosen way with plain operations."""
+def report(
+    load: KernelsLoad, choices: dict[tuple[int, int], WayChoice], counts: LayerOperations
+) -> Report:
+    """Compare the chosen way with plain operations, and the operations of a layer with mlx-lm's."""
     timings = [
         (f"{timing.layer}, {counted(tokens, 'token')}, {timing.step} ({rows})", timing)
         for (rows, tokens), choice in choices.items()
@@ -69,12 +72,17 @@ def report(load: KernelsLoad, choices: dict[tuple[int, int], WayChoice]) -> Repo
         rival_figures={name: _plain(timing) for name, timing in timings},
         ratio={"least": round(min(gains), 2), "median": round(statistics.median(gains), 2)},
         goal={"least": 1.0},
-        met=min(gains) >= 1.0,
-        lines=[*_lines(timings, off), *(Line("kernels", f"do not read {n}", "") for n in unread)],
+        met=min(gains) >= 1.0 and counts.met,
+        lines=[
+            *_lines(timings, off),
+            *(Line("kernels", f"do not read {n}", "") for n in unread),
+            *_count_lines(counts),
+        ],
         raw={
             "kernels_off": off,
             "kernels_do_not_read": unread,
             "codec": load.codec,
+            "operations": asdict(counts),
             "ways": {name: _raw(timing) for name, timing in timings},
         },
         dtype=", ".join(sorted({str(layer.dtype) for layer in load.layers})),
@@ -102,6 +110,28 @@ def _lines(timings: Sequence[tuple[str, Timing]], off: str | None) -> list[Line]
     if off is not None:
         lines.append(Line("kernels", f"off: {off}", ""))
     return lines
+
+
+def _count_lines(counts: LayerOperations) -> list[Line]:
+    """Return the operations of one layer in MLX's graph, views not counted."""
+    own, most = str(counts.own), counts.own + counts.MOST_MORE
+    return [
+        Line(
+            "operations of a layer, all tokens (mlx-lm)",
+            str(counts.whole),
+            own,
+            f"{most}",
+            counts.whole <= most,
+        ),
+        Line(
+            "operations of a layer, a choice (mlx-lm)",
+            f"{counts.choice}, {counts.further} for each further segment",
+            own,
+            f"{counts.MOST_CHOICE}",
+            counts.choice <= counts.MOST_CHOICE,
+        ),
+        Line("operations of a layer, a choice and the rest (mlx-lm)", str(counts.rest), own),
+    ]
 
 
 def layer_form(heads: int, kv_heads: int, dim: int, dtype: str) -> AttentionForm:
