@@ -190,6 +190,19 @@ def test_thinned_codes_split_and_join(name: str) -> None:
     assert first.join(rest).nbytes == coded.nbytes == first.nbytes + rest.nbytes
 
 
+def test_cut_segment_owns_its_codes() -> None:
+    """It frees the rest of the codes; a copy of the raw sides alone shares the coded ones."""
+    side = mx.random.normal((1, 2, 4_096, 64), key=mx.random.key(1))
+    whole = Segment(((side, side),)).encoded(parse_scheme("8"), devices.current())
+    assert whole.owned().layers[0][0] is whole.layers[0][0]
+    held = mx.get_active_memory()
+    part = Segment.cut(whole.layers, 0, 64)
+    size = whole.nbytes
+    del whole
+    assert mx.get_active_memory() < held - size / 2
+    assert part.tokens == 64
+
+
 @pytest.mark.parametrize("name", ["8", "turbo4"])
 def test_codes_are_dequantized_in_pieces(name: str) -> None:
     """Beside the result there are pieces of it, and never all of it once more."""

@@ -63,6 +63,10 @@ BROKEN = {
         "<tool_call>" + "[" * 500,
         '<tool_call>{"name": "look_up", "arguments": ' + '{"a":' * 500,
     ),
+    "glm47": (
+        "<tool_call>look_up\n<arg_key>list</arg_key>\n<arg_value>[1, 2]</tool_call>",
+        "<tool_call>look_up\n<arg_key>list</arg_key>\n<arg_value>[1, 2] so</arg_value>",
+    ),
     "nemotron": ('<TOOLCALL>[{"name": 1}]</TOOLCALL>', "<TOOLCALL>[{]"),
     "granite": ("<|tool_call|>[so", "<|tool_call|>"),
     "kimi_k2": (

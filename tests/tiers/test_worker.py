@@ -126,6 +126,17 @@ def test_full_disk_is_logged_once_and_still_read(
     ]
 
 
+def test_idle_tier_adopts_files_that_index_lacks(tmp_path: Path) -> None:
+    records = chain(3)
+    with running(tmp_path) as tier:
+        assert all(tier.offer(record) for record in records) and tier.flush(SOON)
+        lost = [records[2].key]
+        tier.call(lambda store: store.index.remove(lost, lambda key: None), None).result(SOON)
+    with running(tmp_path) as tier:
+        wait_until(lambda: tier.stats().held_bytes == 3 * FILE_BYTES)
+        assert count(tier, keys_of(records)).result(SOON) == 3
+
+
 def test_slow_disk_drops_writes_without_blocking(tmp_path: Path) -> None:
     records = chain(10)
     room = 3 * records[0].nbytes

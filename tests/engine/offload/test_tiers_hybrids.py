@@ -220,3 +220,19 @@ def test_session_includes_checkpoints(tmp_path: Path) -> None:
 
 def _write_everything_to_disk(core: Core) -> None:
     core.prefill_rate.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("family", "restored_tokens"), [(FAMILY, 0), ("llama", 64)])
+def test_only_states_keep_partial_block_from_restores(
+    family: str, restored_tokens: int, tmp_path: Path
+) -> None:
+    """A recurrent layer cannot resume in front of it, and a checkpoint may have no room."""
+    with running(None, family) as core:
+        begun = ask(core, PROMPT[:40])
+    longer = (*PROMPT[:40], *begun, *PROMPT[:30])
+    with running(tmp_path, family) as core:
+        expected = ask(core, longer)
+    with running(tmp_path, family) as core:
+        assert ask(core, PROMPT[:40]) == begun
+        assert ask(core, longer) == expected
+        assert core.view.stats().restored_tokens == restored_tokens

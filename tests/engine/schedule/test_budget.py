@@ -166,6 +166,14 @@ def test_reservation_falls_back_to_one_token_or_none() -> None:
     assert other.kv.reservation is other.step_reservation is None and other.reserved_tokens == 0
 
 
+def test_reserving_evicts_nodes_in_full_ledger() -> None:
+    made = budget()
+    cached(made, 64).release()
+    made._ledger.reserve(Kind.BUFFERS, made._ledger.free_bytes)
+    answer = Answer(1, max_tokens=1)
+    assert made.reserve(answer) and answer.reserved_tokens == 1
+
+
 def test_stuck_sequence_reserves_all_it_may_use() -> None:
     made = budget(FIXED + 700_000)
     answer = Answer(100, max_tokens=4_000, stuck=True)
@@ -249,6 +257,37 @@ def test_admission_uses_expected_length(*, alone: bool) -> None:
     enough = budget(FIXED + both + enough_index())
     assert enough.reserve(other := Answer(100))
     assert enough.has_room(Answer(100), [other])
+
+
+def test_evictable_nodes_count_as_room_for_admission() -> None:
+    made = budget()
+    cached(made, 64).release()
+    assert made.reserve(running := Answer(100, max_tokens=1))
+    new = Answer(100, max_tokens=1)
+    needed = 100 * TOKEN + scores(100)
+    evictable = made._prefixes.evictable_bytes
+    assert 0 < evictable < needed
+    blocker = made._ledger.reserve(Kind.BUFFERS, made._ledger.free_bytes - needed + evictable)
+    assert made.has_room(new, [running])
+    blocker.resize(blocker.nbytes + 1)
+    assert not made.has_room(new, [running])
+
+
+def test_preempted_sequence_leaves_room_beside_staying_ones() -> None:
+    """Then the expected lengths count; for a sequence alone only its present one does."""
+    made = budget(4_000_000)
+    going, staying = Answer(100), Answer(100)
+    assert made.reserve(going) and made.reserve(staying)
+    assert going.kv.reservation is not None and going.step_reservation is not None
+    freed = going.kv.reservation.nbytes + going.step_reservation.nbytes
+    expected, reserved = 99 + 256, 99 + 32
+    needed = expected * TOKEN + scores(expected) + layer(expected) - layer(reserved)
+    needed += (expected - reserved) * TOKEN + scores(expected) - scores(reserved)
+    blocker = made._ledger.reserve(Kind.BUFFERS, made._ledger.free_bytes - needed + freed)
+    assert made.would_fit(Answer(100), 0, [going], [staying])
+    blocker.resize(blocker.nbytes + 1)
+    assert not made.would_fit(Answer(100), 0, [going], [staying])
+    assert made.would_fit(Answer(100), 0, [going], [])
 
 
 def enough_index() -> int:

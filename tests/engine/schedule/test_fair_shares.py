@@ -28,7 +28,12 @@ from test_scheduler import (
 )
 
 from penstock.engine.schedule import fair_shares
-from penstock.engine.schedule.fair_shares import EARLY_WORK, GENERATED_WORK, TURN_WORK
+from penstock.engine.schedule.fair_shares import (
+    EARLY_WORK,
+    GENERATED_WORK,
+    TURN_WORK,
+    FairShares,
+)
 from penstock.engine.schedule.scheduler import PLACED, Scheduler, State
 
 TURN_STEPS = TURN_WORK // GENERATED_WORK
@@ -241,6 +246,28 @@ def test_idle_time_earns_no_credit() -> None:
     second.generated_tokens = 1
     scheduler.act(second, "finish")
     assert scheduler.next_in_line() is late
+
+
+@pytest.mark.parametrize(
+    ("work", "prefilled", "continues"),
+    [(TURN_WORK - 1, False, True), (TURN_WORK - 1, True, False), (TURN_WORK, False, False)],
+)
+def test_only_turn_cut_short_in_prefill_continues(
+    work: int, *, prefilled: bool, continues: bool
+) -> None:
+    """A preempted sequence that had read its prompt, or done a turn, has a whole turn again."""
+    turns: FairShares[Item] = FairShares()
+    served, waiting = item(1, client="a"), item(2, client="b")
+    for job in (served, waiting):
+        turns.open(job)
+    turns.begin_turn(served, again=False)
+    served.served_tokens = work
+    turns.end_turn(served, prefilled=prefilled)
+    turns.begin_turn(served, again=True)
+    served.served_tokens += 1
+    assert turns.to_preempt(waiting, [served]) == ([served] if continues else [])
+    served.served_tokens += TURN_WORK - 1
+    assert turns.to_preempt(waiting, [served]) == [served]
 
 
 def test_shares_are_dropped_with_last_sequence() -> None:

@@ -246,7 +246,7 @@ def test_answer_is_not_committed_without_room_for_copy(core: Core) -> None:
 
 @pytest.mark.parametrize("keep", [0, 12, 32])
 def test_spans_behind_window_are_released(keep: int) -> None:
-    """Kept tokens stay, unseen tokens go, and no column is visible twice."""
+    """Kept tokens stay, unseen tokens go, also from the pin; no column is visible twice."""
     window, columns = 48, 16
     core = Core(
         model_of("llama"),
@@ -268,6 +268,8 @@ def test_spans_behind_window_are_released(keep: int) -> None:
             # Whole spans go when a full tail becomes a span and nothing of them is seen.
             seen = nearest - core.tails.columns
             assert all(span.end > seen or span.start < keep for span in spans[1:-1])
+            path = kv.pin.path if kv.pin is not None else ()
+            assert all(node.start < kv.num_cached_tokens for node in path)
             kv.check()
             core.view.check()
         stats = core.view.stats()
