@@ -104,6 +104,12 @@ def test_unaligned_chunk_leaves_rows_loose() -> None:
     assert state[3] is not None and state[3].shape[1] == 2
 
 
+def test_step_without_new_rows_leaves_none_loose() -> None:
+    first, _, _ = step([], 0, 3, None, chunk=True)
+    _, state, _ = step([KVSpan(first, 0, 12)], 12, 0, None, chunk=False)
+    assert state[3] is None
+
+
 def test_too_many_loose_rows_are_an_error() -> None:
     segment, _, _ = step([], 0, 0, None, chunk=True)
     live = RecurrentState(((None, None, None, numbers(4, 16)),), exclusive=True)

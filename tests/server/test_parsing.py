@@ -89,6 +89,12 @@ BROKEN = {
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look_up<｜tool▁sep｜>[1]<｜tool▁call▁end｜>",
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n```json\n{",
     ),
+    "qwen3_coder": (
+        "<tool_call>\n<function=look_up>\n<parameter=text>\na\n</parameter>\n"
+        "<parameter=other>\nb\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=look_up>\n<parameter=text>\na\n</parameter>\n"
+        "<parameter=text>\nb\n</parameter>\n</function>\n</tool_call>",
+    ),
     "deepseek, V3.2": (
         '<｜DSML｜function_calls><｜DSML｜invoke name="look_up">so',
         "<｜DSML｜function_calls><｜DSML｜invoke>",
@@ -193,6 +199,13 @@ def test_whole_call_before_broken_one_is_kept() -> None:
     text = '<TOOLCALL>[{"name": "look_up", "arguments": {}}, {"name": oh'
     heard = read(parse([text], form_of("nemotron")))
     assert (heard.calls, heard.said) == ([("look_up", {})], ', {"name": oh')
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if "deepseek" in family])
+def test_all_calls_of_one_section_are_read(family: str) -> None:
+    answer = next(a for n in range(20) if len((a := written(family, Random(n))).calls) > 1)
+    heard = read(parse([answer.text + "so"], form_of(family)))
+    assert (heard.calls, heard.said.strip()) == (answer.calls, f"{answer.said}so".strip())
 
 
 def test_text_behind_broken_call_without_mark_is_read_once_more() -> None:

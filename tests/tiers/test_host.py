@@ -95,6 +95,13 @@ def test_blocks_restore_segment(dtype: mx.Dtype, in_place: bool) -> None:
     assert equal(restored(blocks[1:3], form(dtype), in_place=in_place).segment(), part)
 
 
+def test_buffer_outside_of_mlx_takes_none_of_its_memory() -> None:
+    blocks = blocks_of(segment(4 * BLOCK, mx.float32))
+    buffer = restored(blocks, form(), in_place=True)
+    assert buffer.nbytes == buffer.segment().nbytes
+    assert restored(blocks, form(), in_place=False).nbytes == 0
+
+
 def test_transposed_values_round_trip() -> None:
     """Models often produce views with heads after tokens."""
 

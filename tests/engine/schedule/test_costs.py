@@ -54,12 +54,12 @@ def estimator(
     return MemoryEstimator(figures, limits, MEMORY, peaks, ways)
 
 
-def spilling(**settings: Any) -> MemoryEstimator:
+def spilling(figures: ModelFigures = FIGURES, **settings: Any) -> MemoryEstimator:
     """Return the estimator of a model that chooses in one layer, and spills that."""
     choice = ChoiceFigures(tokens=128, layers=frozenset({0}), index_token_bytes=10)
     spills = {"active_kv_size": 512, "attend_tokens": 128, "ssd_cache_dir": Path("/nowhere")}
     return estimator(
-        replace(FIGURES, choice=choice, most_joined=512), max_kv_size=4_096, **spills, **settings
+        replace(figures, choice=choice, most_joined=512), max_kv_size=4_096, **spills, **settings
     )
 
 
@@ -95,6 +95,8 @@ def test_spilled_tokens_keep_index_and_places_in_memory() -> None:
     """Checksum and place take 12 bytes per head and side for 16 tokens: 3 bytes a token."""
     of_spilled = spilling()
     assert of_spilled.spilled_token_bytes == 2 * 128 + 10 + 3
+    three = replace(FIGURES, shapes=(LayerShape(3, 8, 8, mx.float32), SMALL, SMALL))
+    assert spilling(three).spilled_token_bytes == 2 * 128 + 10 + 5  # 4.5, rounded up
     # Two nodes of 512, a span of 256 and a record of 320 are on their way out.
     assert of_spilled.in_flight_tokens == 2 * 512 + 256 + 320
     assert of_spilled.spilled_tokens(3_000) == 3_000 - 512 - 1_600
