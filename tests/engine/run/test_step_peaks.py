@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import stat
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from penstock.engine.model import step_peaks, step_trials
 from penstock.engine.model.remembered_peaks import RememberedPeaks
 from penstock.engine.model.runner import Runner
 from penstock.engine.model.step_peaks import StepPeaks
+from penstock.engine.model.step_trials import StepTrials
+from penstock.engine.run.measured_steps import no_bound, no_reservation
 from penstock.errors import NeverFits
 from penstock.user_cache import MOST_FILES
 
@@ -102,6 +105,20 @@ def test_slow_model_peak_is_extrapolated_safely(
     assert max(longest) == (128 if family == "mamba2" else step_trials.TRIAL_TOKENS)
     assert reckoned >= 0.99 * whole
     assert reckoned <= whole + 20_000_000
+
+
+def test_measured_steps_share_one_time_limit() -> None:
+    """What the first kind of step has used up is missing to the others."""
+    ran = 0.0
+
+    def run(count: int) -> None:
+        nonlocal ran
+        ran += 0.001 * count
+        time.sleep(0.001 * count)
+
+    trials = StepTrials(no_reservation, no_bound, alone=True, seconds=0.1, clock=lambda: ran)
+    reached = [trials.measure(run, 512, 1).size for _ in range(3)]
+    assert reached == [64, step_trials.TRIAL_TOKENS, step_trials.TRIAL_TOKENS]
 
 
 @pytest.mark.parametrize("family", ["llama", "mamba2"])

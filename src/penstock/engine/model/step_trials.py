@@ -31,12 +31,15 @@ TRIAL_TOKENS = 8
 TRIAL_SECONDS = 1.0
 """Time limit for two runs of the trial chunk in seconds; MLX compiles kernels in the first."""
 MOST_SECONDS = 5.0
-"""Maximum expected seconds of a step that is measured. The bytes of a slower step are extrapolated
-from a shorter one, in proportion: they grow no faster than its tokens, except for the scores."""
-LEAST_SECONDS = 0.5
+"""Maximum seconds of all measured steps, beside the first short runs of each. The bytes of a slower
+step are extrapolated from a shorter one, in proportion: they grow no faster than its tokens, except
+for the scores."""
+LEAST_SECONDS = 0.3
 """The same limit for a small model, whose loading takes less than a second."""
 SECOND_WEIGHT_BYTES = 5_000_000_000
 """Weight bytes per second of the limit: they load in ten seconds, and measuring takes a tenth."""
+ONCE = 1e-9
+"""Time limit in seconds of a step that runs only once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class StepTrials:
         free: returns the bytes that could be reserved.
         alone: whether this is the only process. Ranks wait for each other within a step, so
             all must run the same steps.
-        seconds: maximum expected seconds of a step that is measured; see `trial_seconds`.
+        seconds: maximum expected seconds of all steps together; see `trial_seconds`.
         clock: clock of these seconds. Processor time does not depend on other processes.
     """
 
@@ -73,7 +76,7 @@ class StepTrials:
         self._reserve = reserve
         self._free = free
         self._alone = alone
-        self._seconds = seconds
+        self._left = seconds
         self._clock = clock
 
     def measure(
@@ -102,14 +105,15 @@ class StepTrials:
         less, taken, seconds, spent = 0, 0, 0.0, 0.0
         trial = min(TRIAL_TOKENS, size)
         for count in dict.fromkeys((max(1, trial // 2), trial)):
-            if spent > max(self._seconds, TRIAL_SECONDS):
+            if spent > max(self._left, TRIAL_SECONDS):
                 break
             lower, less = reached, taken
+            # The largest step is repeated in any case: the bytes of a run vary.
+            limit = TRIAL_SECONDS if count == size else max(ONCE, min(TRIAL_SECONDS, self._left))
             with self._reserve(beside + less + unit_bytes * -(-count // 2)):
-                taken, seconds, spent = self._timed(partial(run, count), TRIAL_SECONDS, 2)
+                taken, seconds, spent = self._timed(partial(run, count), limit, 2)
             taken, reached = max(1, taken - beside), count
-        left = self._seconds
-        while (last := _fitting(reached, spent, size, left)) > reached:
+        while (last := _fitting(reached, spent, size, self._left)) > reached:
             if last == size:
                 _announce(seconds * size / reached)
             following, expected = last, int(SLACK * taken * last / reached) + scores(last)
@@ -124,12 +128,11 @@ class StepTrials:
                 lower, less = reached, taken
                 taken, seconds, spent = self._timed(partial(run, following), *often)
             taken, reached = max(1, taken - beside), following
-            left -= spent
         if reached < size:
             logger.info("extrapolating the largest steps from size %d to %d", reached, size)
         if reached <= TRIAL_TOKENS and seconds < ROUNDS_SECONDS:
             with self._reserve(beside + taken):
-                again, seconds = peak_of(partial(run, reached), ROUNDS_SECONDS, ROUNDS)
+                again, seconds, _ = self._timed(partial(run, reached), ROUNDS_SECONDS, ROUNDS)
             taken = max(taken, again - beside)
         return MeasuredStep(reached, taken, seconds)
 
@@ -137,14 +140,16 @@ class StepTrials:
         self, run: Callable[[], object], limit_seconds: float, rounds: int
     ) -> tuple[int, float, float]:
         """Return the result of `peak_of`, and the last run's seconds on the trials' clock."""
-        began = [0.0]
+        began = [self._clock()]
 
         def timed() -> None:
-            began[0] = self._clock()
+            began.append(self._clock())
             run()
 
         taken, seconds = peak_of(timed, limit_seconds, rounds)
-        return taken, seconds, self._clock() - began[0]
+        ended = self._clock()
+        self._left -= ended - began[0]
+        return taken, seconds, ended - began[-1]
 
 
 def trial_seconds(weight_bytes: int) -> float:
