@@ -39,11 +39,13 @@ from penstock.engine.schedule.budget import MemoryBudget
 from penstock.engine.schedule.sequence import Sequence as EngineSequence
 from penstock.engine.schedule.sequence_kv import SequenceKV as EngineSequenceKV
 from penstock.errors import LedgerFull, NeverFits, SettingError
+from penstock.kv.block_format import BlockFormat
 from penstock.kv.block_spans import SPILLED_MERGE_TOKENS
 from penstock.kv.codecs import spilled
 from penstock.kv.codecs.spilled import BlockPairs, HeldPairs
 from penstock.ledger import Kind
 from penstock.plugins.cpu import choice_reader
+from penstock.prefix.prefixes import InsertResult
 from penstock.server.metrics import EngineMetrics
 from penstock.tiers.disk import SSDStore
 from penstock.tiers.record import ArrayPart
@@ -494,6 +496,28 @@ def test_spilling_statistics_and_metrics(tmp_path: Path) -> None:
     (line, *_) = top_screen._spilled(asdict(stats))
     step = counts.read_blocks / stats.decode.count
     assert f"{step:,.0f} blocks read a step, {stats.spilling.hit_rate:.0%} found" in line
+
+
+def test_refused_blocks_leave_reservation_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of their index, too, which are spared where the tree finds them."""
+    with running(tmp_path) as core:
+        handle = cold_engine.submit(core, LONG, max_tokens=4)
+        core.step()
+        (sequence,) = core.admission.sequences.values()
+        kv, size = sequence.kv, core.limits.block_size
+        assert kv.reservation is not None and kv.num_cached_tokens % size == 0
+        before = kv.reservation.nbytes
+        segment = BlockFormat.of(core.runner.shapes).blank(size)
+        assert kv._reserved_index(segment)
+        with monkeypatch.context() as patch:
+            refusal = InsertResult(kv.num_cached_tokens // size, 0, "there is no room")
+            patch.setattr(core.prefixes, "insert", lambda *given: refusal)
+            assert not kv.splice(segment)
+        assert kv.reservation.nbytes == before
+        core.cancel(handle)
+        cold_engine.settle(core)
 
 
 @pytest.mark.parametrize("refused", [2, 99])
