@@ -16,10 +16,11 @@ from penstock.cli import main
 from penstock.plugins.kernels.selftest import Timing, WayChoice
 from penstock.plugins.kernels.ways import AttentionForm, AttentionWay, Situation, Ways
 from penstock_bench.kernels import KernelsLoad, layer_form, measure, report
-from penstock_bench.step_operations import LayerOperations
+from penstock_bench.step_operations import LayerOperations, ReadBytes, read_bytes
 
 SIZES = ["--heads", "4", "--kv-heads", "2", "--head-size", "64", "--tokens", "128", "--rows", "2"]
 FEW = LayerOperations(own=17, whole=21, choice=40, further=11, rest=100)
+MOVED = ReadBytes(own=512.0, whole=1_536.0, choice=68.0, rest=400.0)
 LAYER = layer_form(4, 2, 64, "float32")
 
 
@@ -55,7 +56,7 @@ def timed(chosen: AttentionWay) -> WayChoice:
 def test_kernel_slower_than_plain_misses_goal() -> None:
     load = KernelsLoad((LAYER,))
     good, bad = (
-        report(load, {(2, 128): timed(way)}, FEW)
+        report(load, {(2, 128): timed(way)}, FEW, MOVED)
         for way in (AttentionWay.KERNEL, AttentionWay.FUSED)
     )
     assert good.met and good.ratio["least"] == 2.0
@@ -65,15 +66,15 @@ def test_kernel_slower_than_plain_misses_goal() -> None:
 @pytest.mark.parametrize("many", [{"whole": 22}, {"choice": 41}])
 def test_many_operations_miss_goal(many: dict[str, int]) -> None:
     choices = {(2, 128): timed(AttentionWay.KERNEL)}
-    assert report(KernelsLoad((LAYER,)), choices, FEW).met
-    shown = report(KernelsLoad((LAYER,)), choices, replace(FEW, **many))
+    assert report(KernelsLoad((LAYER,)), choices, FEW, MOVED).met
+    shown = report(KernelsLoad((LAYER,)), choices, replace(FEW, **many), MOVED)
     assert not shown.met and [line.met for line in shown.lines].count(False) == 1
 
 
 def test_codec_without_kernel_is_named() -> None:
     choice = timed(AttentionWay.KERNEL)
     choice.unread.append("kivi4/raw of 2 heads on 1 of 256, float32")
-    shown = report(KernelsLoad((LAYER,)), {(2, 128): choice}, FEW)
+    shown = report(KernelsLoad((LAYER,)), {(2, 128): choice}, FEW, MOVED)
     assert [line.ours for line in shown.lines if line.figure == "kernels"] == [
         "do not read kivi4/raw of 2 heads on 1 of 256, float32"
     ]
@@ -82,3 +83,14 @@ def test_codec_without_kernel_is_named() -> None:
 def test_incompatible_head_counts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "kernels", "--heads", "5", "--kv-heads", "2"]) != 0
     assert "--heads 5 is no multiple of --kv-heads 2" in capsys.readouterr().err
+
+
+def test_bytes_of_step_match_arithmetic() -> None:
+    """Heads of 64 numbers in float32, two queries of a key head."""
+    moved, kv, queries = read_bytes(), 2 * 64 * 4, 2
+    assert moved.own == kv
+    assert moved.whole == 3 * kv, "it is joined: read, written and read"
+    index, scales, scores = 18, 2 * 4 + 3 * 4, 2 * 4 * queries
+    # Blocks are a sixteenth of the tokens, with some twelve numbers of each query.
+    assert 0 < moved.choice - (index + scales + scores) < 12 * 4 * queries / 16 + 5
+    assert moved.choice < moved.rest < kv

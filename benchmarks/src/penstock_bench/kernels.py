@@ -16,7 +16,12 @@ from penstock.plugins.kernels.selftest import Timing, WayChoice, choose
 from penstock.plugins.kernels.ways import AttentionForm, AttentionWay
 from penstock.plurals import counted
 from penstock_bench.report import Line, Report
-from penstock_bench.step_operations import LayerOperations, layer_operations
+from penstock_bench.step_operations import (
+    LayerOperations,
+    ReadBytes,
+    layer_operations,
+    read_bytes,
+)
 
 CLAIM = "The way that an engine takes for a decode step's attention is the quickest of three"
 RIVAL = "plain operations"
@@ -49,11 +54,14 @@ def measure(load: KernelsLoad) -> Report:
         for rows in load.rows
         for tokens in load.tokens
     }
-    return report(load, choices, layer_operations())
+    return report(load, choices, layer_operations(), read_bytes())
 
 
 def report(
-    load: KernelsLoad, choices: dict[tuple[int, int], WayChoice], counts: LayerOperations
+    load: KernelsLoad,
+    choices: dict[tuple[int, int], WayChoice],
+    counts: LayerOperations,
+    moved: ReadBytes,
 ) -> Report:
     """Compare the chosen way with plain operations, and the operations of a layer with mlx-lm's."""
     timings = [
@@ -77,12 +85,14 @@ def report(
             *_lines(timings, off),
             *(Line("kernels", f"do not read {n}", "") for n in unread),
             *_count_lines(counts),
+            *_byte_lines(moved),
         ],
         raw={
             "kernels_off": off,
             "kernels_do_not_read": unread,
             "codec": load.codec,
             "operations": asdict(counts),
+            "bytes": asdict(moved),
             "ways": {name: _raw(timing) for name, timing in timings},
         },
         dtype=", ".join(sorted({str(layer.dtype) for layer in load.layers})),
@@ -131,6 +141,16 @@ def _count_lines(counts: LayerOperations) -> list[Line]:
             counts.choice <= counts.MOST_CHOICE,
         ),
         Line("operations of a layer, a choice and the rest (mlx-lm)", str(counts.rest), own),
+    ]
+
+
+def _byte_lines(moved: ReadBytes) -> list[Line]:
+    """Return the bytes that a further token of a sequence adds to a layer and key head."""
+    figures = ("all tokens", moved.whole), ("a choice", moved.choice), ("the rest", moved.rest)
+    own = f"{moved.own:.0f}"
+    return [
+        Line(f"bytes of a further token, {name} (mlx-lm)", f"{nbytes:.0f}", own)
+        for name, nbytes in figures
     ]
 
 

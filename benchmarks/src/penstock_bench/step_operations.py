@@ -6,9 +6,10 @@ operations; here they count as one each, as on a GPU.
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,6 +119,73 @@ def layer_operations() -> LayerOperations:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ReadBytes:
+    """Bytes that a step moves for each further token of a sequence: of a layer and key head."""
+
+    own: float
+    """Bytes of mlx-lm's own step."""
+    whole: float
+    """Bytes if all tokens are read, from parts that are joined."""
+    choice: float
+    """Bytes if some tokens are read; of the index and the scores."""
+    rest: float
+    """Bytes if the rest is read in two bits as well."""
+
+
+def read_bytes() -> ReadBytes:
+    """Count the bytes from steps of the embedded model in float32 behind two lengths.
+
+    They are the inputs and outputs of all operations but views.
+    """
+    model, _ = load(MODEL_PATH)
+    heads = sum(shape.kv_heads for shape in _shapes(model))
+
+    def of(step: Callable[[int], Callable[[mx.array], mx.array]]) -> float:
+        with fused_functions():
+            short, long = (moved_bytes(step(tokens)) for tokens in (LONG, 2 * LONG))
+        return (long - short) / (LONG * heads)
+
+    def engine(attend: int | None, *, rest: bool = False) -> float:
+        return of(lambda tokens: _step(model, [tokens], attend, rest=rest))
+
+    own = of(lambda tokens: _own_step(model, tokens))
+    return ReadBytes(own, engine(None), engine(CHOSEN), engine(CHOSEN, rest=True))
+
+
+def moved_bytes(step: Callable[[mx.array], mx.array]) -> int:
+    """Return the bytes that a step of one token reads and writes; nothing is evaluated."""
+    graph: list[dict[str, Any]] = []
+    mx.export_function(graph.append, step, mx.zeros((1, 1), mx.int32))
+    operations = [part for part in graph if part["type"] == "primitive"]
+    broadcast = {
+        operation["outputs"][0][0]: operation["inputs"][0]
+        for operation in operations
+        if operation["name"] == "Broadcast"
+    }
+    return sum(_moved(part, broadcast) for part in operations if part["name"] not in VIEWS)
+
+
+def _moved(operation: dict[str, Any], broadcast: dict[str, Any]) -> int:
+    """Return the bytes that an operation reads and writes.
+
+    Args:
+        broadcast: arrays that were broadcast, by the name of the result.
+    """
+    inputs = [_nbytes(broadcast.get(array[0], array)) for array in operation["inputs"]]
+    outputs = sum(map(_nbytes, operation["outputs"]))
+    if operation["name"] in ("Gather", "GatherAxis"):  # reads what it writes
+        return 2 * outputs + sum(inputs[1:])
+    if operation["name"] == "SliceUpdate":  # in place
+        return 2 * inputs[1]
+    return sum(inputs) + outputs
+
+
+def _nbytes(array: tuple[str, tuple[int, ...], mx.Dtype]) -> int:
+    _, shape, dtype = array
+    return math.prod(shape) * dtype.size
+
+
 @contextmanager
 def fused_functions() -> Iterator[None]:
     """Let each function of `mx.fast` be one operation in a `with` block; results are not right."""
@@ -140,10 +208,8 @@ def fused_functions() -> Iterator[None]:
 
 def own_step(model: Any, tokens: int) -> StepOperations:
     """Count a step of mlx-lm's own model and caches behind some tokens."""
-    caches = plain_caches(model)
-    mx.eval(model(mx.zeros((1, tokens), mx.int32), cache=caches), [c.state for c in caches])
     with fused_functions():
-        return StepOperations.of(model(mx.zeros((1, 1), mx.int32), cache=caches))
+        return StepOperations.of(_own_step(model, tokens)(mx.zeros((1, 1), mx.int32)))
 
 
 def engine_step(
@@ -157,11 +223,24 @@ def engine_step(
         attend: number of tokens that the step reads; all by default.
         rest: whether to read the other tokens in two bits.
     """
+    with fused_functions():
+        step = _step(model, ends, attend, rest=rest)
+        return StepOperations.of(step(mx.zeros((1, 1), mx.int32)))
+
+
+def _own_step(model: Any, tokens: int) -> Callable[[mx.array], mx.array]:
+    caches = plain_caches(model)
+    mx.eval(model(mx.zeros((1, tokens), mx.int32), cache=caches), [c.state for c in caches])
+    return lambda token: model(token, cache=caches)
+
+
+def _step(
+    model: Any, ends: Sequence[int], attend: int | None = None, *, rest: bool = False
+) -> Callable[[mx.array], mx.array]:
     attach(model)
     step = decode_step(model, ends, attend, rest=rest)
-    with fused_functions():
-        reads = decode_reads(step, [AttentionWindow()] * len(step.tails.shapes))
-        return StepOperations.of(model(mx.zeros((1, 1), mx.int32), cache=reads))
+    reads = decode_reads(step, [AttentionWindow()] * len(step.tails.shapes))
+    return lambda token: model(token, cache=reads)
 
 
 def decode_step(
