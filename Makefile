@@ -13,13 +13,14 @@ COMBINED := $(shell grep -rl '^from combinations import' tests | sort)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-rest test-cpus test-drawn test-rounding test-costs doctest bytecode test-scale test-fleet test-agents test-clients real mutants lint docs bench kernels peers soak hostile clean
+.PHONY: help run test test-all test-rest test-vlm test-cpus test-drawn test-rounding test-costs doctest bytecode test-scale test-fleet test-agents test-clients real mutants lint docs bench kernels peers soak hostile clean
 
 help:
 	@echo 'make run     install, look at the machine, eight agents at once, then a server to talk to'
 	@echo 'make test    install with the tools for it; lint, types, the tests that take ten minutes'
 	@echo 'make test-all   the same, and the tests that take longer'
 	@echo 'make test-rest  what a make test before it left out or skipped'
+	@echo 'make test-vlm    models of mlx-vlm, in an environment of its own (700 MB)'
 	@echo 'make test-costs   what each test takes: what make test has time for'
 	@echo 'make test-cpus   all tests as on other CPUs: each core type of OpenBLAS, 1 and 2 threads'
 	@echo 'make test-drawn [SEED=0]   those that compute, as on one of these CPUs, drawn by a seed'
@@ -72,6 +73,7 @@ lint: $(VENV)/.dev
 
 doctest: $(VENV)/.dev
 	$(BIN)/pytest -q --doctest-modules src benchmarks/src --ignore=src/penstock/plugins/ray \
+		--ignore=src/penstock/plugins/vlm \
 		--ignore-glob='src/penstock/plugins/remote/*_objects.py'
 
 # Of all tests; each process that runs them would compile them for itself.
@@ -97,6 +99,17 @@ test-rest: $(VENV)/.dev
 # What of make test-scale needs no more than is often there: nginx, Redis, Ray; skipped without.
 test-all test-rest: SCALED = OPENBLAS_NUM_THREADS=1 $(BIN)/pytest $(addprefix tests/scale/test_,\
 	nginx.py remote_cache.py remote_serve.py fleet_faults.py)
+
+# mlx-vlm and what it needs are large, and may want another transformers.
+VLM := $(VENV)/vlm
+
+$(VLM)/.installed: $(INSTALLED)
+	@tools/environment.sh $(VLM) dev,vlm benchmarks
+	@touch $@
+
+test-vlm: $(VLM)/.installed
+	OPENBLAS_NUM_THREADS=$(THREADS) $(VLM)/bin/pytest -n $(WORKERS) tests/vlm tests/test_contract_mlx_lm.py \
+		tests/models/test_source_choice.py
 
 # Writes tests/quick_costs.txt, on a quiet machine.
 test-costs: $(VENV)/.dev

@@ -147,6 +147,15 @@ def test_only_ray_plugin_imports_ray() -> None:
         assert own or "ray" not in tops, module
 
 
+def test_only_vlm_plugin_imports_mlx_vlm() -> None:
+    knowing = [
+        module
+        for module, file in modules()
+        if any(name.split(".")[0] == "mlx_vlm" for name in imported(module, file.read_text()))
+    ]
+    assert knowing == ["penstock.plugins.vlm.vlm_reader"]
+
+
 class WithoutTypes(ast.NodeTransformer):
     """Takes out of a source the imports that a type checker alone follows."""
 

@@ -98,8 +98,7 @@ def test_failing_family_is_unbuildable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_exceptions_name_existing_families_and_fields() -> None:
     for module, name in tiny_families.EXCEPTIONS:
-        place = tiny_families.Place(module, tiny_families._module(module).ModelArgs)
-        classes = [place.args]
+        classes = [tiny_families._module(module).ModelArgs]
         if "text_config" in tiny_families._fields(tiny_families._module(module)):
             classes.append(tiny_families._text_args(module))
         assert any(name in {f.name for f in dataclasses.fields(c)} for c in classes), (module, name)

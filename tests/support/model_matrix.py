@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,16 +74,31 @@ class Row:
         return "| " + " | ".join(cells) + " |"
 
 
-def examine(family: str, *, whole: bool = True) -> Row:
+@dataclass(frozen=True)
+class Zoo:
+    """A library of model classes."""
+
+    name: str
+    build: Callable[[str], Any]
+    """Makes a tiny random model of a family, or raises `Unbuildable`."""
+    caches: Any
+    """Module with the classes of its caches."""
+
+
+MLX_LM = Zoo("mlx-lm", tiny_families.build, theirs)
+
+
+def examine(family: str, zoo: Zoo = MLX_LM, *, whole: bool = True) -> Row:
     """Run a family on the engine; `whole` also over a restart and past a window.
 
     Raises:
         Differs: it does not say what a plain loop says.
     """
     try:
-        model = tiny_families.build(family)
+        model = zoo.build(family)
     except Unbuildable as error:
-        return Row(family, reuse="not run", why=f"mlx-lm cannot run it here: {_short(error.why)}")
+        why = f"{zoo.name} cannot run it here: {_short(error.why)}"
+        return Row(family, reuse="not run", why=why)
     with tiny_families.uncompiled():
         try:
             core = Core(model, **SMALL)
@@ -95,8 +110,8 @@ def examine(family: str, *, whole: bool = True) -> Row:
             core.close()
         if whole:
             _check_restart(family, model)
-        if whole and not any(map(_picks_columns, theirs.make_prompt_cache(model))):
-            _check_window(family, model)
+        if whole and not any(map(_picks_columns, seam.plain_caches(model))):
+            _check_window(family, model, zoo)
     way = core.runner.fitness.way if core.runner.attention_windows else "-"
     walks = core.runner.is_recurrent
     why = "goes on where states were kept" if walks else ""
@@ -162,8 +177,8 @@ def _check_restart(family: str, model: Any) -> None:
                     raise Differs(f"{family}: {core.view.stats().restored_tokens} tokens restored")
 
 
-def _check_window(family: str, model: Any) -> None:
-    """Past `max_kv_size` a loop on mlx-lm's rings that reads token by token says the same; of a
+def _check_window(family: str, model: Any, zoo: Zoo) -> None:
+    """Past `max_kv_size` a loop on the zoo's rings that reads token by token says the same; of a
     family that can drop nothing, a loop without rings."""
     prompt = prompt_of(50, seed=4)
     core = Core(model, **{**SMALL, "max_kv_size": WINDOW, "keep": 0})
@@ -174,7 +189,7 @@ def _check_window(family: str, model: Any) -> None:
     if family in WHOLE:
         _check(family, model, "past a window", handle)
         return
-    caches = [_bounded(cache) for cache in theirs.make_prompt_cache(model)]
+    caches = [_bounded(cache, zoo.caches) for cache in seam.plain_caches(model)]
     _compare(family, "past a window", handle, _loop(model, prompt, caches))
 
 
@@ -185,11 +200,11 @@ def _picks_columns(cache: Any) -> bool:
     return sum(hasattr(each, "update_and_fetch") for each in inner) > 1
 
 
-def _bounded(cache: Any) -> Any:
-    if isinstance(cache, theirs.CacheList):
-        return theirs.CacheList(*map(_bounded, cache.caches))
-    if type(cache) is theirs.KVCache:
-        return theirs.RotatingKVCache(WINDOW)
+def _bounded(cache: Any, kinds: Any) -> Any:
+    if isinstance(cache, kinds.CacheList):
+        return kinds.CacheList(*(_bounded(inner, kinds) for inner in cache.caches))
+    if type(cache) is kinds.KVCache:
+        return kinds.RotatingKVCache(WINDOW)
     return cache
 
 

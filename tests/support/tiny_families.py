@@ -80,21 +80,24 @@ class Place:
 
     family: str
     args: type
+    model: type
     window: int = WINDOW
+    package: str = PACKAGE
 
     @property
     def modules(self) -> tuple[str, ...]:
         """The family and the modules of the arguments, as the exceptions name them."""
         written = [base.__module__ for base in self.args.__mro__]
-        prefix = PACKAGE + "."
+        prefix = self.package + "."
         return (self.family, *(m.removeprefix(prefix) for m in written if m.startswith(prefix)))
 
     @property
     def source(self) -> str:
         """The text of the modules that the arguments and the model are written in."""
-        classes = (*self.args.__mro__, *_module(self.family).Model.__mro__)
+        classes = (*self.args.__mro__, *self.model.__mro__)
         modules = {base.__module__: None for base in classes}
-        return "".join(inspect.getsource(sys.modules[m]) for m in modules if m.startswith(PACKAGE))
+        written = [sys.modules[name] for name in modules if name.startswith(self.package)]
+        return "".join(map(inspect.getsource, written))
 
 
 class Asked(dict[str, Any]):
@@ -143,7 +146,7 @@ def _rope_parameters(place: Place) -> Any:
 
 
 def _text_config(place: Place) -> dict[str, Any]:
-    return _values(dataclasses.replace(place, args=_text_args(place.family)))
+    return values(dataclasses.replace(place, args=_text_args(place.family)))
 
 
 def _text_args(family: str) -> type:
@@ -316,7 +319,7 @@ def _value(place: Place, name: str, annotation: Any) -> Any:
     return DEFAULT
 
 
-def _values(place: Place) -> dict[str, Any]:
+def values(place: Place) -> dict[str, Any]:
     """Return the arguments of a class, those left out that keep their defaults."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(place.args):
@@ -363,7 +366,8 @@ LOUD = 2.0
 
 def arguments_of(name: str, window: int = WINDOW) -> dict[str, Any]:
     """Return what a family's `ModelArgs` is made from."""
-    return _values(Place(name, _module(name).ModelArgs, window))
+    module = _module(name)
+    return values(Place(name, module.ModelArgs, module.Model, window))
 
 
 def build(name: str, *, window: int = WINDOW) -> Any:
@@ -390,7 +394,7 @@ def build(name: str, *, window: int = WINDOW) -> Any:
             # It silences tokens of its own vocabulary by number, and does not look how large the
             # vocabulary is: beyond the end it writes into memory of others.
             model._dummy_tokenizer_ids = mx.array([VOCABULARY_TOKENS - 1])
-        _randomize(model)
+        randomize(model)
         model.eval()
         mx.eval(model.parameters())
         with uncompiled():
@@ -417,7 +421,7 @@ def uncompiled() -> Iterator[None]:
             mx.enable_compile()
 
 
-def _randomize(model: nn.Module) -> None:
+def randomize(model: nn.Module) -> None:
     """Draw all weights again, since many are made as zeros, in float32."""
     embeddings = {path for path, part in model.named_modules() if isinstance(part, nn.Embedding)}
 

@@ -41,6 +41,7 @@ def chat(
     context: typer.Context,
     model: options.Model = str(MODEL_PATH),
     weights_dtype: options.WeightsDtype = "auto",
+    model_source: options.ModelSource = "auto",
     *,
     url: options.PartnerURL = None,
     api_key: options.ServerKey = None,
@@ -68,7 +69,8 @@ def chat(
     options.check_text("--system", system or "")
     options.lenient_input()
     if url is None:
-        partner = _local(model, weights_dtype, options.local_limits(model, engine), system)
+        limits = options.local_limits(model, engine)
+        partner = _local(model, weights_dtype, model_source, limits, system)
     else:
         partner = _remote(context, url, api_key, system)
     with closing(partner):
@@ -81,13 +83,17 @@ def chat(
 
 
 def _local(
-    model: str, weights_dtype: config.WeightsDtype, limits: dict[str, Any], system: str | None
+    model: str,
+    weights_dtype: config.WeightsDtype,
+    model_source: config.ModelSource,
+    limits: dict[str, Any],
+    system: str | None,
 ) -> Partner:
     options.warn_of_slow_blas(load_blas())
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
     from penstock.cli.local_chat import LocalChat, open_engine
 
-    return LocalChat(open_engine(model, weights_dtype, limits), system)
+    return LocalChat(open_engine(model, weights_dtype, limits, model_source), system)
 
 
 def _remote(context: typer.Context, url: str, api_key: str | None, system: str | None) -> Partner:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from penstock.cli.fitness import FitnessReport
     from penstock.models.weight_packer import PackedParts
 
-PACKAGES = ("mlx", "mlx-cpu", *CUDA_PACKAGES, "mlx-metal", "mlx-lm", "numpy")
+PACKAGES = ("mlx", "mlx-cpu", *CUDA_PACKAGES, "mlx-metal", "mlx-lm", "mlx-vlm", "numpy")
 DTYPES = ("float32", "float16")
 SLOW_GFLOPS = 12.0
 """Speed below which BLAS counts as slow; in float32, reference BLAS reaches 3 to 8, OpenBLAS 80."""
@@ -70,6 +70,7 @@ def doctor(
         ),
     ] = None,
     weights_dtype: options.WeightsDtype = "auto",
+    model_source: options.ModelSource = "auto",
     agent: Annotated[
         bool,
         typer.Option(
@@ -82,9 +83,9 @@ def doctor(
 ) -> None:
     """Show back end, BLAS and its speed, memory and versions, and any problems.
 
-    With a model, also show how the engine reads keys and values, and why. They are read in place
-    (shared), or concatenated layer by layer (joined). For a model that the engine cannot run, show
-    the reason.
+    With a model, also show the library that loads it, and how the engine reads keys and values,
+    with the reasons. They are read in place (shared), or concatenated layer by layer (joined). For
+    a model that the engine cannot run, show the reason.
 
     Exit code 0 if there is no problem, 1 if one makes penstock slow or unusable.
     """
@@ -94,7 +95,7 @@ def doctor(
     problems = find_problems(machine)
     fit, agents = None, None
     if model is not None and machine.back_end != "none":
-        loaded = options.load_model(model, weights_dtype)
+        loaded = options.load_model(model, weights_dtype, model_source=model_source)
         # mlx-lm takes a second to import, which is not needed to examine the machine.
         from penstock.cli.agent_report import AgentReport
         from penstock.cli.fitness import try_model
@@ -227,6 +228,7 @@ def _show(
 
 def _add_fit(rows: list[tuple[str, str]], fit: FitnessReport) -> None:
     rows.append(("model", f"{fit.model} ({fit.model_type})"))
+    rows.append(("  source", f"{fit.source}: {fit.source_why}"))
     rows.append(("  layers", ", ".join(map(str, fit.layers))))
     rows.append(("  KV", f"{counted(fit.kv_bytes_per_token, 'byte')} a token"))
     for form, error in fit.codes_errors.items():

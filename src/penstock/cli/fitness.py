@@ -67,6 +67,9 @@ class AttentionTiming:
 class FitnessReport:
     model: str
     model_type: str
+    source: str
+    """Library of the model's classes."""
+    source_why: str
     layers: tuple[Layers, ...]
     kv_bytes_per_token: int
     """KV bytes per token over all layers; recurrent layers have none."""
@@ -103,6 +106,8 @@ def try_model(name: str, loaded: Loaded) -> FitnessReport:
         return FitnessReport(
             model=name,
             model_type=model_type,
+            source=loaded.source.name,
+            source_why=loaded.source.why,
             layers=tuple(
                 Layers(count, layer.kind, layer.window_tokens)
                 for count, layer in memory.layer_groups(spec)
@@ -122,6 +127,8 @@ def try_model(name: str, loaded: Loaded) -> FitnessReport:
     return FitnessReport(
         model=name,
         model_type=model_type,
+        source=loaded.source.name,
+        source_why=loaded.source.why,
         layers=layers,
         kv_bytes_per_token=runner.token_bytes,
         way=fitness.way,

@@ -21,6 +21,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="Prompt text; - reads standard input.")],
     model: options.Model = str(MODEL_PATH),
     weights_dtype: options.WeightsDtype = "auto",
+    model_source: options.ModelSource = "auto",
     *,
     system: options.System = None,
     raw: Annotated[
@@ -52,7 +53,7 @@ def generate(
 
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": text})
-    with open_engine(model, weights_dtype, limits) as running:
+    with open_engine(model, weights_dtype, limits, model_source) as running:
         if raw:
             answer = running.generate(text, stream=True, **settings)
         else:

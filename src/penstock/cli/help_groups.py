@@ -12,8 +12,8 @@ from typer.main import get_command
 from penstock.errors import SettingError
 
 GROUPS = {
-    "Model": "config model model-name chat-template weights-dtype system raw ignore-model-context "
-    "keep-billing-header tool-parser tools-without-template reasoning-parser",
+    "Model": "config model model-name chat-template weights-dtype model-source system raw "
+    "ignore-model-context keep-billing-header tool-parser tools-without-template reasoning-parser",
     "Answers": "max-tokens temperature top-p top-k min-p repetition-penalty seed",
     "Memory": "memory-limit memory-threshold max-kv-size keep-kv-size kv-bits max-batch-size "
     "prefill-chunk max-stall-ms speculative-tokens draft-model attend-tokens attend-rest "

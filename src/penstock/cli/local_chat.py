@@ -9,15 +9,20 @@ import mlx.core as mx
 from penstock.cli import options
 from penstock.cli.answer_figures import AnswerFigures
 from penstock.cli.engines import make_engine
-from penstock.config import SamplingSettings, WeightsDtype
+from penstock.config import ModelSource, SamplingSettings, WeightsDtype
 from penstock.engine.engine import Engine
 from penstock.engine.text_calls import Text
 from penstock.memory.sizes import format_bytes
 from penstock.plurals import counted
 
 
-def open_engine(model: str, weights_dtype: WeightsDtype, limits: dict[str, Any]) -> Engine:
-    loaded = options.load_model(model, weights_dtype, limits["memory_limit"])
+def open_engine(
+    model: str,
+    weights_dtype: WeightsDtype,
+    limits: dict[str, Any],
+    model_source: ModelSource = "auto",
+) -> Engine:
+    loaded = options.load_model(model, weights_dtype, limits["memory_limit"], model_source)
     # Only one answer decodes at a time, so blocks can be quantized during decoding.
     return make_engine(loaded, max_batch_size=1, kv_cache_quantize_when="active", **limits)
 

@@ -43,6 +43,14 @@ WeightsDtype: TypeAlias = Annotated[
         envvar="PENSTOCK_WEIGHTS_DTYPE",
     ),
 ]
+ModelSource: TypeAlias = Annotated[
+    config.ModelSource,
+    typer.Option(
+        help="Library whose classes load a model folder. auto: mlx-lm; mlx-vlm for a model type "
+        "that only that has.",
+        envvar="PENSTOCK_MODEL_SOURCE",
+    ),
+]
 DraftModel: TypeAlias = Annotated[dict[str, Any], Fields(config.EngineSettings, "draft_model")]
 EngineSize: TypeAlias = Annotated[
     dict[str, Any], Fields(config.EngineSettings, "memory_limit", "block_size")
@@ -119,30 +127,42 @@ def engine_size(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"memory_limit": limit} | dict(settings)
 
 
-def load_model(model: str, weights_dtype: config.WeightsDtype, memory_limit: Any = None) -> Loaded:
+def load_model(
+    model: str,
+    weights_dtype: config.WeightsDtype,
+    memory_limit: Any = None,
+    model_source: config.ModelSource = "auto",
+) -> Loaded:
     """Load a model, and report a conversion of its weights on standard error."""
-    loaded = load_quietly(model, weights_dtype, memory_limit)
+    loaded = load_quietly(model, weights_dtype, memory_limit, model_source)
     if loaded.weights_note is not None:
         print(f"penstock: weights {loaded.weights_note}", file=sys.stderr)
     return loaded
 
 
 def load_quietly(
-    model: str, weights_dtype: config.WeightsDtype, memory_limit: Any = None
+    model: str,
+    weights_dtype: config.WeightsDtype,
+    memory_limit: Any = None,
+    model_source: config.ModelSource = "auto",
 ) -> Loaded:
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
     from penstock.models.loading import load_within
 
-    return load_within(model, weights_dtype, memory_limit)
+    return load_within(model, weights_dtype, memory_limit, model_source)
 
 
 def check_weights(
-    model: str, weights_dtype: config.WeightsDtype, memory_limit: Any = None, parts: int = 1
+    model: str,
+    weights_dtype: config.WeightsDtype,
+    memory_limit: Any = None,
+    parts: int = 1,
+    model_source: config.ModelSource = "auto",
 ) -> None:
     """Raise NeverFits if weights that other processes will load exceed the memory limit."""
     from penstock.models.loading import check_fits
 
-    check_fits(model, weights_dtype, memory_limit, parts)
+    check_fits(model, weights_dtype, memory_limit, parts, model_source)
 
 
 def check_template(template: str | None) -> None:

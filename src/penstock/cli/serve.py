@@ -53,6 +53,7 @@ def serve(
     model_name: flags.ModelName = None,
     chat_template: flags.ChatTemplate = None,
     weights_dtype: options.WeightsDtype = "auto",
+    model_source: options.ModelSource = "auto",
     *,
     server: flags.Server,
     engine: flags.Engine,
@@ -89,7 +90,8 @@ def serve(
             raise SettingError(ALONE)
         replicas = config.parse(config.FleetSettings, **fleet)
         run_in_ray = _check_ray(settings)
-        options.check_weights(model, weights_dtype, limits.get("memory_limit"))
+        limit = limits.get("memory_limit")
+        options.check_weights(model, weights_dtype, limit, model_source=model_source)
         return run_in_ray(
             model,
             name,
@@ -98,12 +100,23 @@ def serve(
             replicas,
             preload=ssd_preload,
             weights_dtype=weights_dtype,
+            model_source=model_source,
         )
     _check_fleet(fleet)
     options.check_writable("--session-dir", settings.session_dir)
     options.check_writable("--ssd-cache-dir", cache_folder)
     with joined() as ranks:
-        load = partial(_load, model, name, limits, ranks, pipeline, weights_dtype, chat_template)
+        load = partial(
+            _load,
+            model,
+            name,
+            limits,
+            ranks,
+            pipeline=pipeline,
+            weights_dtype=weights_dtype,
+            model_source=model_source,
+            chat_template=chat_template,
+        )
         if ranks is not None:
             _check_alone(ssd_preload=ssd_preload, session_dir=settings.session_dir)
             ranks.check_equal("--pipeline", pipeline)
@@ -161,15 +174,23 @@ def _load(
     name: str,
     limits: dict[str, Any],
     ranks: RankGroup | None,
+    *,
     pipeline: bool,
     weights_dtype: config.WeightsDtype,
+    model_source: config.ModelSource,
     chat_template: str | None = None,
 ) -> Loaded:
     from penstock.models.mlx_lm import load_part
 
     if ranks is None:
-        loaded = options.load_quietly(model, weights_dtype, limits.get("memory_limit"))
+        limit = limits.get("memory_limit")
+        loaded = options.load_quietly(model, weights_dtype, limit, model_source)
     else:
+        if model_source == "mlx-vlm":
+            raise SettingError(
+                "--model-source mlx-vlm does not work with a model on several machines, whose "
+                "parts mlx-lm loads; leave it out"
+            )
         options.check_weights(model, "native", limits.get("memory_limit"), ranks.size)
         loaded = load_part(model, ranks.group, pipeline=pipeline)
     options.use_template(loaded, chat_template)

@@ -18,7 +18,7 @@ from penstock.config.defaults import (
     RAW_FIRST_TOKENS,
     default_keep,
 )
-from penstock.config.engine_settings import EngineSettings, WeightsDtype
+from penstock.config.engine_settings import EngineSettings, ModelSource, WeightsDtype
 from penstock.config.fleet_settings import WORTH, FleetSettings, RoutingPolicy
 from penstock.config.sampling_settings import SamplingSettings
 from penstock.config.server_settings import LOOPBACK_HOSTS, SAMPLED, ServerSettings
@@ -45,6 +45,7 @@ __all__ = [
     "ApiKey",
     "EngineSettings",
     "FleetSettings",
+    "ModelSource",
     "RoutingPolicy",
     "SamplingSettings",
     "ServerSettings",

@@ -26,6 +26,7 @@ from penstock.config.setting import Setting, Settings, flag_of
 from penstock.plurals import counted
 
 WeightsDtype: TypeAlias = Literal["auto", "native", "float32", "packed", "packed-exact"]
+ModelSource: TypeAlias = Literal["auto", "mlx-lm", "mlx-vlm"]
 COLD_TIERS = ("ssd_cache_dir", "remote_cache")
 """Fields of `EngineSettings` that each enable a cold tier, nearest first."""
 

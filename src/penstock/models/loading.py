@@ -7,16 +7,21 @@ from pathlib import Path
 import mlx.nn as nn
 
 from penstock.attention import devices
-from penstock.config import WeightsDtype
+from penstock.config import ModelSource, WeightsDtype
 from penstock.errors import ModelError
 from penstock.memory.sizes import parse_bytes
 from penstock.models import named
 from penstock.models.mlx_lm import Loaded, TokenizerWrapper, folder_widening, load_folder
 from penstock.models.model_files import open_model_file
+from penstock.models.source import checked_source
+from penstock.models.source_choice import choose_source
 
 
 def load(
-    path_or_name: str | Path, *, weights_dtype: WeightsDtype = "auto"
+    path_or_name: str | Path,
+    *,
+    weights_dtype: WeightsDtype = "auto",
+    model_source: ModelSource = "auto",
 ) -> tuple[nn.Module, TokenizerWrapper]:
     """Load a model and its tokenizer from a folder, a GGUF file or by its Hugging Face name.
 
@@ -26,12 +31,14 @@ def load(
             packs quantized weights and converts others to float32; `native` keeps them; `float32`
             always converts them; `packed` and `packed-exact` multiply by codes as they are stored,
             with activations in 16 or 24 bits.
+        model_source: library of the model's classes; `auto` takes mlx-lm, and mlx-vlm for a model
+            type that only that has.
 
     Raises:
         ModelError: The model is unknown, or its folder is incomplete, damaged or of a type
-            that mlx-lm does not support.
+            that is not supported.
     """
-    loaded = load_all(path_or_name, weights_dtype=weights_dtype)
+    loaded = load_all(path_or_name, weights_dtype=weights_dtype, model_source=model_source)
     return loaded.model, loaded.tokenizer
 
 
@@ -39,6 +46,7 @@ def load_all(
     path_or_name: str | Path,
     *,
     weights_dtype: WeightsDtype = "auto",
+    model_source: ModelSource = "auto",
     limit_bytes: int | None = None,
 ) -> Loaded:
     """Load like `load`; with `limit_bytes`, `auto` converts only if enough memory is left."""
@@ -49,15 +57,24 @@ def load_all(
     file = open_model_file(path_or_name)
     if file is not None:
         return file.load(weights_dtype, limit_bytes)
-    return load_folder(path_or_name, weights_dtype, limit_bytes)
+    source = checked_source(path_or_name)
+    choice, reader = choose_source(source, model_source)
+    return load_folder(source, weights_dtype, limit_bytes, reader, choice)
 
 
 def load_within(
-    path_or_name: str | Path, weights_dtype: WeightsDtype, memory_limit: str | int | None = None
+    path_or_name: str | Path,
+    weights_dtype: WeightsDtype,
+    memory_limit: str | int | None = None,
+    model_source: ModelSource = "auto",
 ) -> Loaded:
     """Load a model for an engine with a memory limit, which defaults to the machine's."""
-    limit = _limit(memory_limit)
-    return load_all(path_or_name, weights_dtype=weights_dtype, limit_bytes=limit)
+    return load_all(
+        path_or_name,
+        weights_dtype=weights_dtype,
+        model_source=model_source,
+        limit_bytes=_limit(memory_limit),
+    )
 
 
 def check_fits(
@@ -65,6 +82,7 @@ def check_fits(
     weights_dtype: WeightsDtype,
     memory_limit: str | int | None = None,
     parts: int = 1,
+    model_source: ModelSource = "auto",
 ) -> None:
     """Raise NeverFits if one of equal parts of the weights alone exceeds the memory limit.
 
@@ -75,7 +93,9 @@ def check_fits(
     if file is not None:
         widening = file.widening(weights_dtype, limit)
     elif Path(path).is_dir():
-        widening = folder_widening(path, weights_dtype, limit)
+        source = checked_source(path)
+        _, reader = choose_source(source, model_source)
+        widening = folder_widening(source, weights_dtype, limit, reader)
     else:
         return
     widening.part(parts).check_limit(Path(path).name)

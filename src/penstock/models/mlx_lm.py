@@ -10,10 +10,12 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from importlib.util import find_spec
 from math import lcm
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,7 +28,13 @@ from penstock.kv.compressed import POINTS, ROWS, Compressed, CompressedReads, Ro
 from penstock.kv.states import NO_STATES, Place, StateForm, States, put_together, taken_apart
 from penstock.memory.sizes import format_bytes
 from penstock.models import named, template_files
-from penstock.models.source import checked_source, first_line, read_generation_config
+from penstock.models.source import (
+    MLX_LM,
+    SourceChoice,
+    checked_source,
+    first_line,
+    read_generation_config,
+)
 from penstock.models.template_renderer import TemplateRefusal, TemplateRenderer
 from penstock.models.template_trial import check_template
 from penstock.models.weight_packer import decision, pack
@@ -82,15 +90,59 @@ class Loaded:
     """Note on the dtype of the weights; None if they stay native."""
     sampling: dict[str, float] = field(default_factory=dict)
     """Sampling settings in the model's `generation_config.json`."""
+    source: SourceChoice = MLX_LM
+    """Library of the model's classes."""
+
+
+class ModelReader(Protocol):
+    """Reads model folders with the classes of a library; weights stay unevaluated."""
+
+    release: str
+    """Name and version of the library."""
+
+    def knows(self, model_type: str) -> bool:
+        """Return whether the library has the model type; its classes are not imported."""
+
+    def read(self, source: str) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+        """Return the model, tokenizer and config of a folder or hub name."""
+
+    def read_model(self, folder: Path) -> nn.Module: ...
+
+
+class MlxLmReader:
+    release = f"mlx-lm {version('mlx-lm')}"
+
+    def knows(self, model_type: str) -> bool:
+        name = mlx_lm.utils.MODEL_REMAPPING.get(model_type, model_type)
+        named = name.replace("-", "_").isidentifier()
+        return bool(named and find_spec(f"mlx_lm.models.{name}") is not None)
+
+    def read(self, source: str) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+        model, tokenizer, config = mlx_lm.load(source, SAFELY, lazy=True, return_config=True)
+        return model, tokenizer, config
+
+    def read_model(self, folder: Path) -> nn.Module:
+        model: nn.Module = mlx_lm.utils.load_model(folder, lazy=True)[0]
+        return model
+
+
+def read_text_side(folder: Path) -> tuple[TokenizerWrapper, dict[str, Any]]:
+    """Return the tokenizer and the config of a folder whose model another library loads."""
+    config = mlx_lm.utils.load_config(folder)
+    end = config.get("eos_token_id")
+    return mlx_lm.utils.load_tokenizer(folder, SAFELY, eos_token_ids=end), config
 
 
 def load_folder(
-    path_or_name: str | Path, weights_dtype: WeightsDtype, limit_bytes: int | None
+    source: str,
+    weights_dtype: WeightsDtype,
+    limit_bytes: int | None,
+    reader: ModelReader,
+    choice: SourceChoice,
 ) -> Loaded:
-    """Load a model from a folder or the hub; see `loading.load_all`."""
-    source = checked_source(path_or_name)
+    """Load a model from a checked folder or hub name; see `loading.load_all`."""
     try:
-        model, tokenizer, config = mlx_lm.load(source, SAFELY, lazy=True, return_config=True)
+        model, tokenizer, config = reader.read(source)
         _check_first_step(model)
         widening = decision(model, weights_dtype, limit_bytes)
         widening.check_limit(Path(source).name)
@@ -100,26 +152,25 @@ def load_folder(
                 widen(model, _dense)
             elif widening.packs:
                 pack(model, _dense, exact=widening.exact)
-            mx.eval(model.parameters())
+            mx.eval(model.parameters())  # type: ignore[no-untyped-call]
         if widening.widens or widening.packs:
             config["torch_dtype"] = "float32"
-    # A boundary: a config says anything, and mlx-lm, transformers, the hub client and MLX each
-    # compute with it before they check it: no list of their errors is ever complete.
+    # A boundary: a config says anything, and mlx-lm, mlx-vlm, transformers, the hub client and MLX
+    # each compute with it before they check it: no list of their errors is ever complete.
     except BaseException as error:
         raise _unloadable(source, error) from error
     _complete_templates(tokenizer, source)
     _check_tokenizer(tokenizer, source)
-    return Loaded(model, tokenizer, config, widening.note, read_generation_config(source))
+    sampling = read_generation_config(source)
+    return Loaded(model, tokenizer, config, widening.note, sampling, choice)
 
 
 def folder_widening(
-    path: str | Path, weights_dtype: WeightsDtype, limit_bytes: int | None
+    source: str, weights_dtype: WeightsDtype, limit_bytes: int | None, reader: ModelReader
 ) -> Widening:
-    """Return the decision about a folder's weights without reading them."""
-    source = checked_source(path)
+    """Return the decision about a checked folder's weights without reading them."""
     try:
-        model, *_ = mlx_lm.utils.load_model(Path(source), lazy=True)
-        return decision(model, weights_dtype, limit_bytes)
+        return decision(reader.read_model(Path(source)), weights_dtype, limit_bytes)
     except BaseException as error:  # as above
         raise _unloadable(source, error) from error
 
@@ -131,6 +182,10 @@ def _unloadable(source: str, error: BaseException) -> BaseException:
     return _refusal(what, error)
 
 
+SWITCHES: dict[type, Any] = {QuantizedSwitchLinear: SwitchLinear}
+"""Class of dense experts by that of quantized ones; plug-ins add theirs."""
+
+
 def _dense(module: nn.Module) -> nn.Module | None:
     """Return a dense module for a quantized one, with weights to be replaced; else None."""
     rows, columns = module.weight.shape[-2], module.scales.shape[-1] * module.group_size
@@ -138,10 +193,11 @@ def _dense(module: nn.Module) -> nn.Module | None:
         return nn.Embedding(rows, columns)
     if isinstance(module, nn.QuantizedLinear):
         return nn.Linear(columns, rows, bias="bias" in module)
-    if isinstance(module, QuantizedSwitchLinear):
-        experts: nn.Module = SwitchLinear(columns, rows, len(module.weight), bias="bias" in module)
-        return experts
-    return None
+    switch = SWITCHES.get(type(module))
+    if switch is None:
+        return None
+    experts: nn.Module = switch(columns, rows, len(module.weight), bias="bias" in module)
+    return experts
 
 
 def load_written(
@@ -449,6 +505,8 @@ class ModelLayout:
     attention_windows: tuple[AttentionWindow, ...]
     state_sizes: tuple[int, ...]
     places: tuple[Place, ...]
+    state_caches: tuple[type, ...] = ()
+    """Classes of the model's own caches with states; each is made from its size."""
     compression: Compression = NO_COMPRESSION
 
     @property
@@ -465,7 +523,7 @@ class ModelLayout:
         """Return the caches for the model, and those among them that recurrent layers write to."""
         kept = []
         for number, size in enumerate(self.state_sizes):
-            cache = mlx_lm.models.cache.ArraysCache(size)
+            cache = self.state_caches[number](size)
             if states is not None:
                 cache.cache = list(states[number])
             kept.append(cache)
@@ -492,7 +550,11 @@ def layout(model: nn.Module) -> ModelLayout:
     kept, states, places = taken_apart(caches)
     attention_windows = tuple(_window_of(cache, number) for number, cache in enumerate(kept))
     return ModelLayout(
-        attention_windows, tuple(len(cache.cache) for cache in states), places, compression
+        attention_windows,
+        tuple(len(cache.cache) for cache in states),
+        places,
+        tuple(map(type, states)),
+        compression,
     )
 
 
@@ -529,19 +591,26 @@ def _opened(model: nn.Module, caches: list[Any]) -> tuple[list[Any], Compression
     return opened, Compression(tuple(rows), every, form, form.nbytes + most_bytes)
 
 
+CACHE_WINDOWS: dict[type, Callable[[Any], AttentionWindow]] = {
+    mlx_lm.models.cache.KVCache: lambda cache: AttentionWindow(),
+    mlx_lm.models.cache.RotatingKVCache: lambda cache: AttentionWindow(
+        cache.max_size - cache.keep, cache.keep
+    ),
+    # The model's masks hide what is in another chunk.
+    mlx_lm.models.cache.ChunkedKVCache: lambda cache: AttentionWindow(cache.chunk_size),
+    Rows: lambda cache: AttentionWindow(),
+}
+"""Window of a layer by the class of its cache; plug-ins add theirs."""
+
+
 def _window_of(cache: Any, number: int) -> AttentionWindow:
-    if isinstance(cache, Rows):
-        return AttentionWindow()
-    if type(cache) is mlx_lm.models.cache.RotatingKVCache:
-        return AttentionWindow(cache.max_size - cache.keep, cache.keep)
-    if type(cache) is mlx_lm.models.cache.ChunkedKVCache:
-        return AttentionWindow(cache.chunk_size)  # and its masks hide what is in another chunk
-    if type(cache) is mlx_lm.models.cache.KVCache:
-        return AttentionWindow()
-    raise ModelError(
-        f"what layer {number} keeps ({type(cache).__name__}) the engine can neither share "
-        f"nor bound yet; use mlx-lm for this model, with penstock.make_kv_cache"
-    )
+    window = CACHE_WINDOWS.get(type(cache))
+    if window is None:
+        raise ModelError(
+            f"what layer {number} keeps ({type(cache).__name__}) the engine can neither share "
+            f"nor bound yet; use mlx-lm for this model, with penstock.make_kv_cache"
+        )
+    return window(cache)
 
 
 def plain_caches(model: nn.Module) -> list[Any]:

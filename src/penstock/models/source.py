@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from penstock.errors import ModelError
 from penstock.memory.model_config import read_config
@@ -20,6 +21,17 @@ MOST_TEXT_BYTES = 512 << 20
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Keys of `generation_config.json` that are used: fields of `engine.request.Sampling`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceChoice:
+    """Library whose classes load a model, and why it was chosen."""
+
+    name: Literal["mlx-lm", "mlx-vlm"]
+    why: str
+
+
+MLX_LM = SourceChoice("mlx-lm", "the default")
 
 
 def checked_source(path_or_name: str | Path) -> str:

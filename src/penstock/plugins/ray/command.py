@@ -20,12 +20,13 @@ def run_in_ray(
     *,
     preload: bool,
     weights_dtype: config.WeightsDtype,
+    model_source: config.ModelSource,
 ) -> None:
     prepare_environment()
     from penstock.plugins.ray.application import Fleet, deploy, running, wait_for_signal
     from penstock.plugins.ray.replica import Served
 
-    served = Served(model, name, settings, limits, preload, weights_dtype)
+    served = Served(model, name, settings, limits, preload, weights_dtype, model_source)
     replicas = Fleet(**fleet.model_dump())
     with running(served, replicas) as url:
         maximum = fleet.max_replicas

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Message
 
-from penstock.config import ApiKey, ServerSettings, WeightsDtype
+from penstock.config import ApiKey, ModelSource, ServerSettings, WeightsDtype
 from penstock.engine.engine import Engine
 from penstock.engine.view import EngineView
 from penstock.errors import EngineStopped
@@ -41,6 +41,7 @@ class Served:
     limits: dict[str, Any]
     preload: bool = False
     weights_dtype: WeightsDtype = "auto"
+    model_source: ModelSource = "auto"
 
 
 class Replica:
@@ -48,7 +49,7 @@ class Replica:
 
     def __init__(self, served: Served) -> None:
         limit = served.limits.get("memory_limit")
-        loaded = load_within(served.model, served.weights_dtype, limit)
+        loaded = load_within(served.model, served.weights_dtype, limit, served.model_source)
         self._engine = Engine(loaded.model, loaded.tokenizer, **served.limits)
         if served.preload:
             self._engine.preload()

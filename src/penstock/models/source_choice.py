@@ -1,0 +1,71 @@
+"""Choice between mlx-lm and mlx-vlm, by the model type in a folder's config."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from penstock.config import ModelSource
+from penstock.errors import ModelError
+from penstock.extensions import extension
+from penstock.models.mlx_lm import MlxLmReader, ModelReader
+from penstock.models.source import SourceChoice, read_object
+
+INSTALL = "pip install mlx-vlm"
+
+
+def choose_source(source: str, asked: ModelSource = "auto") -> tuple[SourceChoice, ModelReader]:
+    """Return the library that loads a model: mlx-lm, or mlx-vlm for what only that has.
+
+    Args:
+        source: checked folder, or hub name.
+        asked: the library, or `auto`.
+
+    Raises:
+        ModelError: mlx-vlm is needed and not installed, or lacks the model's type.
+    """
+    mlx_lm = MlxLmReader()
+    if asked == "mlx-lm":
+        return SourceChoice("mlx-lm", "--model-source"), mlx_lm
+    model_type = _config(source).get("model_type")
+    if asked == "mlx-vlm":
+        mlx_vlm = _mlx_vlm()
+        if mlx_vlm is None:
+            raise ModelError(f"--model-source mlx-vlm needs mlx-vlm: {INSTALL}")
+        if isinstance(model_type, str) and not mlx_vlm.knows(model_type):
+            raise ModelError(f"{source}: {mlx_vlm.release} has no model type {model_type}")
+        return SourceChoice("mlx-vlm", "--model-source"), mlx_vlm
+    if not isinstance(model_type, str):
+        return SourceChoice("mlx-lm", "no model type is known"), mlx_lm
+    if mlx_lm.knows(model_type):
+        return SourceChoice("mlx-lm", f"it has the model type {model_type}"), mlx_lm
+    lacks = f"{mlx_lm.release} has no model type {model_type}"
+    # mlx-vlm takes seconds to import, which other models need not wait for.
+    mlx_vlm = _mlx_vlm()
+    if mlx_vlm is None:
+        raise ModelError(f"{source}: {lacks}; mlx-vlm may have it: {INSTALL}")
+    if not mlx_vlm.knows(model_type):
+        raise ModelError(f"{source}: {lacks}, and {mlx_vlm.release} has none either")
+    return SourceChoice("mlx-vlm", lacks), mlx_vlm
+
+
+def _mlx_vlm() -> ModelReader | None:
+    try:
+        reader = extension("mlx-vlm")
+    except ImportError:
+        return None
+    return None if reader is None else reader()
+
+
+def _config(source: str) -> dict[str, Any]:
+    config = read_object(source, "config.json")
+    if config or Path(source).exists():
+        return config
+    # As in `source.find_file`.
+    from huggingface_hub import hf_hub_download
+
+    # A boundary: mlx-lm's loader says what is wrong with a name.
+    with suppress(Exception):
+        hf_hub_download(source, "config.json")
+    return read_object(source, "config.json")

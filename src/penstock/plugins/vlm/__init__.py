@@ -1,0 +1,1 @@
+"""Language models of mlx-vlm, for model types that mlx-lm lacks: the extra `vlm`."""

@@ -1,0 +1,93 @@
+"""The only module that imports mlx-vlm: its language models, with the interface of mlx-lm's.
+
+`tests/vlm/test_contract_mlx_vlm.py` tests its assumptions. Text only: weights for images and audio
+are never read.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from penstock.attention.span_attention import AttentionWindow
+from penstock.errors import ModelError
+from penstock.models import named
+from penstock.models.mlx_lm import (
+    CACHE_WINDOWS,
+    SWITCHES,
+    TokenizerWrapper,
+    read_text_side,
+)
+from penstock.open_files import unchanged_limit
+
+named.forbid_downloads()
+with unchanged_limit():
+    import mlx_vlm.models
+    import mlx_vlm.models.cache as caches
+    import mlx_vlm.utils
+    from mlx_vlm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+SWITCHES[QuantizedSwitchLinear] = SwitchLinear
+CACHE_WINDOWS[caches.KVCache] = lambda cache: AttentionWindow()
+CACHE_WINDOWS[caches.RotatingKVCache] = lambda cache: AttentionWindow(
+    cache.max_size - cache.keep, cache.keep
+)
+CACHE_WINDOWS[caches.ChunkedKVCache] = lambda cache: AttentionWindow(cache.chunk_size)
+
+POSITIONS = {"_position_ids": None, "_rope_deltas": mx.zeros((1, 1), mx.int32)}
+"""Attributes in which models with images keep the positions of their last prompt, by the value for
+text of any sequence."""
+
+
+class TextModel(nn.Module):
+    """A language model of mlx-vlm with the interface of mlx-lm's models."""
+
+    def __init__(self, language_model: Any, arguments: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.language_model = language_model
+        self.args = arguments
+        self._kept_positions = tuple(name for name in POSITIONS if hasattr(language_model, name))
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        for name in self._kept_positions:
+            setattr(self.language_model, name, POSITIONS[name])
+        logits: mx.array = self.language_model(inputs, cache=cache).logits
+        return logits
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        layers: list[nn.Module] = self.language_model.layers
+        return layers
+
+    def make_cache(self) -> list[Any]:
+        return list(caches.make_prompt_cache(self.language_model))
+
+
+class VlmReader:
+    """Reads the language models in folders; see `models.mlx_lm.ModelReader`."""
+
+    release = f"mlx-vlm {version('mlx-vlm')}"
+
+    def knows(self, model_type: str) -> bool:
+        name = mlx_vlm.utils.MODEL_REMAPPING.get(model_type.lower(), model_type.lower())
+        file = Path(mlx_vlm.models.__path__[0]) / name / "__init__.py"
+        return bool(name.isidentifier() and file.is_file())
+
+    def read(self, source: str) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+        folder = mlx_vlm.utils.get_model_path(source)
+        tokenizer, config = read_text_side(folder)
+        return self.read_model(folder), tokenizer, config
+
+    def read_model(self, folder: Path) -> nn.Module:
+        if "model_file" in mlx_vlm.utils.load_config(folder):
+            raise ModelError(f"{folder} has classes of its own (model_file), which are not run")
+        model = mlx_vlm.utils.load_model(folder, lazy=True)
+        language_model = getattr(model, "language_model", None)
+        if language_model is None:
+            raise ModelError(f"{folder.name} is no language model")
+        config = model.config
+        return TextModel(language_model, getattr(config, "text_config", config))

@@ -1,0 +1,66 @@
+"""Which library loads a model folder, where mlx-vlm is not installed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+from penstock.errors import ModelError
+from penstock.models.mlx_lm import MlxLmReader
+from penstock.models.source_choice import choose_source
+from penstock.recall import MODEL_PATH
+
+without_mlx_vlm = pytest.mark.skipif(find_spec("mlx_vlm") is not None, reason="mlx-vlm is there")
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """Return the embedded model as one of a type that mlx-lm lacks."""
+    copied = tmp_path / "model"
+    shutil.copytree(MODEL_PATH, copied, copy_function=shutil.copyfile)
+    file = copied / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "qwen4_exp"}))
+    return copied
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "mistral", "lfm2-vl", "lille-130m", "kimi_k2", "bailing_hybrid"]
+)
+def test_types_of_mlx_lm_are_known(model_type: str) -> None:
+    assert MlxLmReader().knows(model_type)
+
+
+@pytest.mark.parametrize("model_type", ["qwen4_exp", "", "..", "../llama", "a.b", "llama.py", " "])
+def test_other_types_are_not(model_type: str) -> None:
+    assert not MlxLmReader().knows(model_type)
+
+
+def test_mlx_lm_loads_what_it_has() -> None:
+    choice, _ = choose_source(str(MODEL_PATH))
+    assert choice.name == "mlx-lm" and "llama" in choice.why
+
+
+def test_asked_source_decides(foreign: Path) -> None:
+    assert choose_source(str(foreign), "mlx-lm")[0].name == "mlx-lm"
+
+
+@without_mlx_vlm
+@pytest.mark.parametrize("flags", [(), ("--model-source", "mlx-vlm")])
+def test_missing_mlx_vlm_is_one_line(
+    flags: tuple[str, ...], foreign: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "Hello", "--model", str(foreign), *flags]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1
+    assert "pip install mlx-vlm" in shown.err
+
+
+@without_mlx_vlm
+def test_missing_mlx_vlm_is_a_model_error(foreign: Path) -> None:
+    with pytest.raises(ModelError, match="has no model type qwen4_exp"):
+        choose_source(str(foreign))
