@@ -13,7 +13,7 @@ COMBINED := $(shell grep -rl '^from combinations import' tests | sort)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-rest test-vlm test-cpus test-drawn test-rounding test-costs doctest bytecode test-scale test-fleet test-agents test-clients real mutants lint docs bench kernels peers soak hostile clean
+.PHONY: help run test test-all test-rest test-vlm test-newest test-cpus test-drawn test-rounding test-costs doctest bytecode test-scale test-fleet test-agents test-clients real mutants lint docs bench kernels peers soak hostile clean
 
 help:
 	@echo 'make run     install, look at the machine, eight agents at once, then a server to talk to'
@@ -21,6 +21,7 @@ help:
 	@echo 'make test-all   the same, and the tests that take longer'
 	@echo 'make test-rest  what a make test before it left out or skipped'
 	@echo 'make test-vlm    models of mlx-vlm, in an environment of its own (700 MB)'
+	@echo 'make test-newest   contract tests on the newest mlx, mlx-lm and mlx-vlm: whose change fails?'
 	@echo 'make test-costs   what each test takes: what make test has time for'
 	@echo 'make test-cpus   all tests as on other CPUs: each core type of OpenBLAS, 1 and 2 threads'
 	@echo 'make test-drawn [SEED=0]   those that compute, as on one of these CPUs, drawn by a seed'
@@ -110,6 +111,10 @@ $(VLM)/.installed: $(INSTALLED)
 test-vlm: $(VLM)/.installed
 	OPENBLAS_NUM_THREADS=$(THREADS) $(VLM)/bin/pytest -n $(WORKERS) tests/vlm tests/test_contract_mlx_lm.py \
 		tests/models/test_source_choice.py
+
+test-newest: $(VLM)/.installed
+	@tools/environment.sh $(VENV)/newest dev,vlm benchmarks
+	$(VLM)/bin/python tools/newest_libraries.py $(VLM) $(VENV)/newest
 
 # Writes tests/quick_costs.txt, on a quiet machine.
 test-costs: $(VENV)/.dev
