@@ -2,46 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_families
 from combinations import SOAK, pairs
-from model_matrix import BLOCK, Differs, examine, examine_window
+from model_matrix import BLOCK, MLX_LM, Differs, examine, examine_window
 
 from penstock.engine.model.runner import PrefillOutput, Runner
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 FAMILIES = tiny_families.families()
-
-
-@functools.cache
-def documented() -> dict[str, str]:
-    """Return the lines of the table by family."""
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    named = {line.split("|")[1].strip(): line for line in lines}
-    return {name: line for name, line in named.items() if name in FAMILIES}
-
-
-def representatives() -> set[str]:
-    """Return a family for each mixture of layers, way of reading them, and reuse."""
-    found: dict[tuple[str, ...], str] = {}
-    for family, line in documented().items():
-        _, _, layers, way, reuse, *_ = (cell.strip() for cell in line.split("|"))
-        kinds = (kind for kind in ("full", "window", "recurrent", "compressed") if kind in layers)
-        found.setdefault((way, reuse, *kinds), family)
-    return set(found.values())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_matches_plain_loop(family: str) -> None:
     """Cold, warm, next turn and batched; restart and window for one of each kind."""
-    whole = SOAK or family in representatives()
+    whole = SOAK or family in MLX_LM.representatives()
     row = examine(family, whole=whole)
-    assert documented().get(family) == row.line(), "run python tools/write_models_docs.py"
+    assert MLX_LM.documented().get(family) == row.line(), "run python tools/write_models_docs.py"
 
 
 WINDOWED = ("llama4", "gemma3", "gpt_oss", "gear", "cohere2")
@@ -58,10 +37,9 @@ def test_windows_of_every_length_with_tails(family: str, window: int, places: in
 
 
 def test_nearly_all_families_reuse_prefixes() -> None:
-    rows = [[cell.strip() for cell in line.split("|")] for line in documented().values()]
-    reuse = [row[4] for row in rows if row[1] in FAMILIES and row[4] != "not run"]
-    assert len(reuse) > 100
-    assert sum(each in ("yes", "walk-back") for each in reuse) >= 0.95 * len(reuse)
+    assert set(FAMILIES) == set(MLX_LM.documented())
+    assert len(FAMILIES) > 100
+    assert MLX_LM.reuse_share() >= 0.95
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3", "deepseek_v41", "mamba2"])

@@ -29,6 +29,7 @@ from penstock.engine.schedule import restoring as restoring_module
 from penstock.errors import ModelError
 from penstock.models import mlx_lm as seam
 
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BLOCK = 16
 ANSWER = 6
 LOGITS_OFF = 1e-4
@@ -49,8 +50,14 @@ WHOLE = {"phi3small": "its masks are added, and hide nothing of a chunk"}
 """The same, but its text is that of mlx-lm's generate: all of a prompt but its last token at once,
 and nothing is shared."""
 
-UNSTEADY = {"kimi_k3": 4e-4}
-"""Families whose logits differ by more, and how much: in mlx-lm, too, by where a prompt is cut."""
+ANEW = {"deepseek_v4": "rows that it pools behind a cut lack the tokens in front of it"}
+"""The same, but its text is that of a loop which reads the whole text anew for each token."""
+TURNED = {"inkling": "its masks count columns, which a ring turns"}
+"""Families that cannot be compared past a window, and why."""
+
+UNSTEADY = {"kimi_k3": 4e-4, "hrm_text": 4e-3}
+"""Families whose logits differ by more, and how much: in their library, too, by where a prompt is
+cut."""
 
 
 class Differs(AssertionError):
@@ -84,6 +91,30 @@ class Zoo:
     caches: Any
     """Module with the classes of its caches."""
 
+    def documented(self) -> dict[str, str]:
+        """Return the lines of its table in docs/models.md, by family."""
+        page = PAGE.read_text().partition(f"<!-- families of {self.name} -->")[2]
+        table = page.partition("<!-- end of families -->")[0].partition("|---")[2]
+        lines = [line for line in table.splitlines() if line.startswith("| ")]
+        return {line.split("|")[1].strip(): line for line in lines}
+
+    def representatives(self) -> set[str]:
+        """Return a family for each mixture of layers, way of reading them, and reuse."""
+        found: dict[tuple[str, ...], str] = {}
+        for family, line in self.documented().items():
+            _, _, layers, way, reuse, *_ = (cell.strip() for cell in line.split("|"))
+            kinds = (
+                kind for kind in ("full", "window", "recurrent", "compressed") if kind in layers
+            )
+            found.setdefault((way, reuse, *kinds), family)
+        return set(found.values())
+
+    def reuse_share(self) -> float:
+        """Return the share of families with prefix reuse, of those that run here."""
+        reuse = [line.split("|")[4].strip() for line in self.documented().values()]
+        run = [each for each in reuse if each != "not run"]
+        return sum(each in ("yes", "walk-back") for each in run) / len(run)
+
 
 MLX_LM = Zoo("mlx-lm", tiny_families.build, theirs)
 
@@ -110,7 +141,8 @@ def examine(family: str, zoo: Zoo = MLX_LM, *, whole: bool = True) -> Row:
             core.close()
         if whole:
             _check_restart(family, model)
-        if whole and not any(map(_picks_columns, seam.plain_caches(model))):
+        turned = family in TURNED or any(map(_picks_columns, seam.plain_caches(model)))
+        if whole and not turned:
             _check_window(family, model, zoo)
     way = core.runner.fitness.way if core.runner.attention_windows else "-"
     walks = core.runner.is_recurrent
@@ -121,6 +153,8 @@ def examine(family: str, zoo: Zoo = MLX_LM, *, whole: bool = True) -> Row:
         why = "; ".join(filter(None, [why, f"as read token by token: {STEPWISE[family]}"]))
     if family in WHOLE:
         why = "; ".join(filter(None, [why, f"as mlx-lm cuts a prompt: {WHOLE[family]}"]))
+    if family in ANEW:
+        why = "; ".join(filter(None, [why, f"as read anew for each token: {ANEW[family]}"]))
     reuse = "none" if core.runner.fitness.whole else "walk-back" if walks else "yes"
     return Row(family, _layers(model), way, reuse, why)
 
@@ -186,7 +220,7 @@ def _check_window(family: str, model: Any, zoo: Zoo) -> None:
         handle = _ask(core, prompt)
     finally:
         core.close()
-    if family in WHOLE:
+    if family in WHOLE or not seam.layout(model).drops:
         _check(family, model, "past a window", handle)
         return
     caches = [_bounded(cache, zoo.caches) for cache in seam.plain_caches(model)]
@@ -229,6 +263,8 @@ _said: dict[tuple[str, tuple[int, ...]], tuple[list[int], mx.array]] = {}
 
 def _plain(family: str, model: Any, prompt: tuple[int, ...]) -> tuple[list[int], mx.array]:
     """Return what a plain loop says, which is asked once."""
+    if (family, prompt) not in _said and family in ANEW:
+        _said[family, prompt] = tiny_families.anew_greedy(model, prompt, ANSWER)
     if (family, prompt) not in _said:
         cuts: Sequence[int] = range(1, len(prompt)) if family in STEPWISE else ()
         if family in WHOLE and len(prompt) > 1:

@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,9 @@ class Place:
     model: type
     window: int = WINDOW
     package: str = PACKAGE
+    exceptions: Mapping[tuple[str, str], Any] = dataclasses.field(
+        default_factory=lambda: EXCEPTIONS
+    )
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -245,7 +248,7 @@ RULES: tuple[tuple[str, Any], ...] = (
     (r"routed_expert_hidden_size|moe_hidden_size|moe_latent_size|share_expert_dim", 32),
     (r"(moe|expert|shared)\w*(intermediate|ffn_hidden)_size", 32),
     (r"\w*hidden_size_per_layer_input", 16),
-    (r"(dense_|ff_)?intermediate_size(_mlp)?|(mlp|ffn)_hidden_size|n_inner", 96),
+    (r"(dense_|ff_)?intermediate_size(_mlp)?|(mlp|ffn)_hidden_size|n_inner|block_ff_dim", 96),
     (r"hidden_size|hidden_dim|n_embd|d_model|model_dim|dim_model_base|block_dim", WIDTH),
     (r"block_multiple_of|ffn_dim_divisor", 16),
     (r"vocab_size(_per_layer_input)?|num_vocab|embedding_size", VOCABULARY_TOKENS),
@@ -307,8 +310,8 @@ EXCEPTIONS: dict[tuple[str, str], Any] = {
 def _value(place: Place, name: str, annotation: Any) -> Any:
     """Return what a field is to be; `DEFAULT` if nothing says it."""
     for module in place.modules:
-        if (module, name) in EXCEPTIONS:
-            return EXCEPTIONS[module, name]
+        if (module, name) in place.exceptions:
+            return place.exceptions[module, name]
     for pattern, value in RULES:
         if re.fullmatch(pattern, name):
             if callable(value):
@@ -390,10 +393,7 @@ def build(name: str, *, window: int = WINDOW) -> Any:
     # does not have its kernels, is its own affair.
     try:
         model = module.Model(module.ModelArgs(**arguments))
-        if name == "phi3small":
-            # It silences tokens of its own vocabulary by number, and does not look how large the
-            # vocabulary is: beyond the end it writes into memory of others.
-            model._dummy_tokenizer_ids = mx.array([VOCABULARY_TOKENS - 1])
+        silence_few(model)
         randomize(model)
         model.eval()
         mx.eval(model.parameters())
@@ -404,6 +404,16 @@ def build(name: str, *, window: int = WINDOW) -> Any:
         kernel = "metal" in text.lower() or "kernel" in text.lower()
         raise Unbuildable(name, f"it needs a GPU kernel ({text})" if kernel else text) from error
     return model
+
+
+def silence_few(model: Any) -> None:
+    """Let phi3small silence a token that there is.
+
+    It silences tokens of its own vocabulary by number, and does not look how large the vocabulary
+    is: beyond the end it writes into memory of others.
+    """
+    if hasattr(model, "_dummy_tokenizer_ids"):
+        model._dummy_tokenizer_ids = mx.array([VOCABULARY_TOKENS - 1])
 
 
 @contextmanager
@@ -426,6 +436,8 @@ def randomize(model: nn.Module) -> None:
     embeddings = {path for path, part in model.named_modules() if isinstance(part, nn.Embedding)}
 
     def draw(path: str, weights: mx.array) -> mx.array:
+        if weights.dtype == mx.int64:
+            return weights  # a table, not codes
         if not mx.issubdtype(weights.dtype, mx.floating):
             top = mx.iinfo(weights.dtype).max
             return mx.random.randint(0, min(top, 2**31 - 1), weights.shape).astype(weights.dtype)
@@ -480,6 +492,25 @@ def plain_greedy(
             return tokens, mx.stack(found)
         logits = model(mx.array([tokens[-1:]]), cache=caches)[0, -1]
         mx.eval(logits)
+
+
+def anew_greedy(model: Any, prompt: Sequence[int], count: int) -> tuple[list[int], mx.array]:
+    """Generate greedily, reading the whole text at once for each token; see `plain_greedy`."""
+    tokens, found = list(prompt), []
+    module = sys.modules[type(getattr(model, "language_model", model)).__module__]
+    stepped = getattr(module, "DECODE_BLOCK_SIZE", None)
+    if stepped is not None:
+        module.DECODE_BLOCK_SIZE = 0  # short texts are read token by token otherwise
+    try:
+        for _ in range(count):
+            logits = model(mx.array([tokens]), cache=make_prompt_cache(model))[0, -1]
+            mx.eval(logits)
+            found.append(logits)
+            tokens.append(int(mx.argmax(logits).item()))
+    finally:
+        if stepped is not None:
+            module.DECODE_BLOCK_SIZE = stepped
+    return tokens[len(prompt) :], mx.stack(found)
 
 
 def _pieces(prompt: Sequence[int], cuts: Sequence[int]) -> Iterator[list[int]]:

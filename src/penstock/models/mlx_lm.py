@@ -508,6 +508,8 @@ class ModelLayout:
     state_caches: tuple[type, ...] = ()
     """Classes of the model's own caches with states; each is made from its size."""
     compression: Compression = NO_COMPRESSION
+    drops: bool = True
+    """Whether layers may lose tokens that are behind a window."""
 
     @property
     def compresses(self) -> bool:
@@ -544,7 +546,9 @@ def states_of(kept: Sequence[Any]) -> States:
 
 def layout(model: nn.Module) -> ModelLayout:
     """Return the layout of a model from mlx-lm's caches for it; ModelError if unsupported."""
-    caches, compression = plain_caches(model), NO_COMPRESSION
+    # A plug-in's model says in which parts the engine keeps its caches.
+    parts, compression = getattr(model, "cache_parts", None), NO_COMPRESSION
+    caches = plain_caches(model) if parts is None else parts()
     if all(map(_compresses, caches)):
         caches, compression = _opened(model, caches)
     kept, states, places = taken_apart(caches)
@@ -555,6 +559,7 @@ def layout(model: nn.Module) -> ModelLayout:
         places,
         tuple(map(type, states)),
         compression,
+        all(getattr(cache, "drops", True) for cache in caches),
     )
 
 
@@ -591,28 +596,34 @@ def _opened(model: nn.Module, caches: list[Any]) -> tuple[list[Any], Compression
     return opened, Compression(tuple(rows), every, form, form.nbytes + most_bytes)
 
 
-CACHE_WINDOWS: dict[type, Callable[[Any], AttentionWindow]] = {
-    mlx_lm.models.cache.KVCache: lambda cache: AttentionWindow(),
-    mlx_lm.models.cache.RotatingKVCache: lambda cache: AttentionWindow(
-        cache.max_size - cache.keep, cache.keep
-    ),
-    # The model's masks hide what is in another chunk.
-    mlx_lm.models.cache.ChunkedKVCache: lambda cache: AttentionWindow(cache.chunk_size),
-    Rows: lambda cache: AttentionWindow(),
-}
-"""Window of a layer by the class of its cache; plug-ins add theirs."""
-
-
 def _window_of(cache: Any, number: int) -> AttentionWindow:
-    window = CACHE_WINDOWS.get(type(cache))
-    if window is None:
-        raise ModelError(
-            f"what layer {number} keeps ({type(cache).__name__}) the engine can neither share "
-            f"nor bound yet; use mlx-lm for this model, with penstock.make_kv_cache"
-        )
-    return window(cache)
+    if isinstance(cache, Rows):
+        return AttentionWindow()
+    if type(cache) is mlx_lm.models.cache.RotatingKVCache:
+        return AttentionWindow(cache.max_size - cache.keep, cache.keep)
+    if type(cache) is mlx_lm.models.cache.ChunkedKVCache:
+        return AttentionWindow(cache.chunk_size)  # and its masks hide what is in another chunk
+    if type(cache) is mlx_lm.models.cache.KVCache:
+        return AttentionWindow()
+    raise ModelError(
+        f"what layer {number} keeps ({type(cache).__name__}) the engine can neither share "
+        f"nor bound yet; use mlx-lm for this model, with penstock.make_kv_cache"
+    )
 
 
 def plain_caches(model: nn.Module) -> list[Any]:
     """Return mlx-lm's own caches for a model: one sequence, unbounded."""
     return list(mlx_lm.models.cache.make_prompt_cache(model))
+
+
+def plain_cache() -> Any:
+    """Return mlx-lm's cache of one layer with keys and values."""
+    return mlx_lm.models.cache.KVCache()
+
+
+def rotating_cache(max_size: int, keep: int) -> Any:
+    return mlx_lm.models.cache.RotatingKVCache(max_size, keep)
+
+
+def chunked_cache(chunk_size: int) -> Any:
+    return mlx_lm.models.cache.ChunkedKVCache(chunk_size)

@@ -197,7 +197,7 @@ class Runner:
 
         Models that derive positions from the number of cached tokens keep them all.
         """
-        return not self.layout.compresses and not self.fitness.whole
+        return self.layout.drops and not self.layout.compresses and not self.fitness.whole
 
     @property
     def state_bytes(self) -> int:

@@ -13,16 +13,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from penstock.attention.span_attention import AttentionWindow
 from penstock.errors import ModelError
 from penstock.models import named
 from penstock.models.mlx_lm import (
-    CACHE_WINDOWS,
     SWITCHES,
     TokenizerWrapper,
     read_text_side,
 )
 from penstock.open_files import unchanged_limit
+from penstock.plugins.vlm.vlm_caches import split_all
 
 named.forbid_downloads()
 with unchanged_limit():
@@ -32,12 +31,6 @@ with unchanged_limit():
     from mlx_vlm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 SWITCHES[QuantizedSwitchLinear] = SwitchLinear
-CACHE_WINDOWS[caches.KVCache] = lambda cache: AttentionWindow()
-CACHE_WINDOWS[caches.RotatingKVCache] = lambda cache: AttentionWindow(
-    cache.max_size - cache.keep, cache.keep
-)
-CACHE_WINDOWS[caches.ChunkedKVCache] = lambda cache: AttentionWindow(cache.chunk_size)
-
 POSITIONS = {"_position_ids": None, "_rope_deltas": mx.zeros((1, 1), mx.int32)}
 """Attributes in which models with images keep the positions of their last prompt, by the value for
 text of any sequence."""
@@ -66,6 +59,14 @@ class TextModel(nn.Module):
     def make_cache(self) -> list[Any]:
         return list(caches.make_prompt_cache(self.language_model))
 
+    def cache_parts(self) -> list[Any]:
+        """Return its caches in parts that the engine keeps."""
+        return split_all(self.language_model, self.make_cache())
+
+
+UNSAFE = ("phi3small",)
+"""Model types whose classes write outside of their arrays; mlx-lm has them."""
+
 
 class VlmReader:
     """Reads the language models in folders; see `models.mlx_lm.ModelReader`."""
@@ -74,6 +75,8 @@ class VlmReader:
 
     def knows(self, model_type: str) -> bool:
         name = mlx_vlm.utils.MODEL_REMAPPING.get(model_type.lower(), model_type.lower())
+        if name in UNSAFE:
+            return False
         file = Path(mlx_vlm.models.__path__[0]) / name / "__init__.py"
         return bool(name.isidentifier() and file.is_file())
 
