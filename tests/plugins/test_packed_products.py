@@ -23,6 +23,7 @@ from penstock.plugins.cpu.layer_loops import (
     round_loop,
 )
 from penstock.plugins.cpu.packed_products import (
+    CodeRows,
     PackedEmbedding,
     PackedLinear,
     PackedMatrix,
@@ -130,6 +131,31 @@ def test_products_are_bit_identical_with_any_instructions(
     tile_products.multiply_loop.cache_clear()
     assert all(np.array_equal(found["plain"], products) for products in found.values())
     assert error(mx.array(found["plain"]), layer(mx.array(x))) < ROUNDED_ERROR
+
+
+@pytest.mark.parametrize("bits", [3, 4, 5, 6, 8])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
+@pytest.mark.parametrize("exact", [False, True])
+def test_offsets_that_follow_from_scales_are_not_stored(
+    bits: int, dtype: mx.Dtype, exact: bool
+) -> None:
+    """As in Q4_0, where a code of 8 is zero: the same bits, from fewer bytes."""
+    layer = linear(256, 72, bits, 32)
+    layer.scales = layer.scales.astype(dtype)
+    layer.biases = -(2 ** (bits - 1)) * layer.scales
+    matrix = matrix_of(layer)
+    codes = CodeRows(layer.weight, bits, 32)
+    sides = (np.asarray(layer[name]) for name in ("scales", "biases"))
+    stored = PackedMatrix(codes, *sides, matrix.bits)
+    assert (matrix.zero, stored.zero) == (2 ** (bits - 1), 0)
+    assert stored.tiles.nbytes - matrix.tiles.nbytes == 80 * 8 * dtype.size
+    x = np.random.default_rng(0).standard_normal((7, 256), np.float32)
+    products = [PackedLinear(each, None, exact=exact)._product(x) for each in (matrix, stored)]
+    assert np.array_equal(*products)
+    tokens = np.arange(72)
+    assert np.array_equal(matrix.rows_of(tokens), stored.rows_of(tokens))
+    layer.biases[71, 7] += 1
+    assert matrix_of(layer).zero == 0, "one offset does not follow"
 
 
 def test_arm_dot_products_compile_to_sdot_and_tbl() -> None:

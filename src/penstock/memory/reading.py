@@ -184,7 +184,9 @@ def packed_weight_bytes(folder: str | Path) -> int | None:
         *experts, rows, columns = entry["shape"]
         columns = columns * 32 // bits
         group = columns // scales["shape"][-1]
-        total += prod(experts) * packed_matrix_bytes(rows, columns, bits, group, scale_bytes)
+        sides = 2 if mode == "affine" else 1
+        one = packed_matrix_bytes(rows, columns, bits, group, scale_bytes, sides=sides)
+        total += prod(experts) * one
     return total if has_packed else None
 
 

@@ -49,18 +49,20 @@ def round_up(size_bytes: int) -> str:
 
 
 def packed_matrix_bytes(
-    rows: int, columns: int, bits: int, group: int, scale_bytes: int = 4
+    rows: int, columns: int, bits: int, group: int, scale_bytes: int = 4, *, sides: int = 2
 ) -> int:
     """Return the bytes of a matrix in codes of 4, 5, 6 or 8 bits, as a CPU multiplies it.
 
     Rows are padded to a multiple of 16. Each group of columns has a scale and an offset of
-    `scale_bytes` each.
+    `scale_bytes` each, or a scale alone with `sides` 1.
 
     >>> packed_matrix_bytes(32, 32, 5, 32), packed_matrix_bytes(1, 32, 4, 32, 2)
     (896, 320)
+    >>> packed_matrix_bytes(1, 32, 4, 32, 2, sides=1)
+    288
     """
     numbers = -(-rows // 16) * 16 * columns
-    return numbers * max(4, bits) // 8 + 2 * scale_bytes * numbers // group
+    return numbers * max(4, bits) // 8 + sides * scale_bytes * numbers // group
 
 
 def enough_for(weight_bytes: int) -> str:

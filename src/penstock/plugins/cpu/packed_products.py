@@ -63,24 +63,35 @@ class PackedMatrix:
     Args:
         codes: codes as bytes, (rows, groups, columns of a group); rows are padded with zeros.
         scales: scales, (rows, groups), float16 or float32.
-        offsets: offsets, (rows, groups), of the same dtype.
+        offsets: offsets, (rows, groups), of the same dtype; not stored if they follow from a code
+            of zero.
         bits: width of a stored code: 4, 5, 6 or 8.
+        zero: code of zero: offsets are -zero x scale; 0 to store them.
         floats: whether codes are floats of 4 bits, which count as their `FLOAT4_CODES`.
     """
 
     def __init__(
-        self, codes: CodeRows, scales: Array, offsets: Array, bits: int, *, floats: bool = False
+        self,
+        codes: CodeRows,
+        scales: Array,
+        offsets: Array,
+        bits: int,
+        *,
+        zero: int = 0,
+        floats: bool = False,
     ) -> None:
         self.rows, groups = scales.shape
         self.columns = codes.group * groups
         self.bits = bits
+        self.zero = zero
         self.floats = floats
         self.scale_bytes = scales.dtype.itemsize
         self.per_scale = codes.group // BLOCK
         tiles = -(-self.rows // TILE_ROWS)
-        record = block_bytes(bits, self.per_scale, self.scale_bytes)
+        record = block_bytes(bits, self.per_scale, self.scale_bytes, zero=zero)
         self.tiles: Array = _aligned(tiles * groups * record).reshape(tiles, groups, record)
-        """Shape (tiles, groups, bytes): scales, offsets and codes of a tile's columns."""
+        """Shape (tiles, groups, bytes): scales, offsets if stored, and codes of a tile's
+        columns."""
         for first in range(0, tiles, TILES_TOGETHER):
             last = min(first + TILES_TOGETHER, tiles)
             rows = slice(first * TILE_ROWS, min(last * TILE_ROWS, self.rows))
@@ -90,7 +101,7 @@ class PackedMatrix:
         """Write some tiles."""
         count, groups = last - first, self.tiles.shape[1]
         into, start = self.tiles[first:last], 0
-        for side in (scales, offsets):
+        for side in (scales,) if self.zero else (scales, offsets):
             by_row: Array = _padded(side, count).reshape(count, TILE_ROWS, groups)
             turned = np.ascontiguousarray(by_row.swapaxes(1, 2)).view(np.uint8)
             into[..., start : start + turned.shape[-1]] = turned
@@ -112,7 +123,7 @@ class PackedMatrix:
     def digest(self) -> str:
         """A hash of the exact values and of how they lie."""
         shape = (self.rows, self.columns, self.bits, self.per_scale, self.scale_bytes)
-        hashed = xxhash.xxh3_128(repr((shape, self.floats)).encode())
+        hashed = xxhash.xxh3_128(repr((shape, self.zero, self.floats)).encode())
         hashed.update(self.tiles.data)
         return hashed.hexdigest()
 
@@ -124,7 +135,7 @@ class PackedMatrix:
             bias: (tiles x 16,), of `padded_bias`; None without one.
         """
         form = (self.bits, self.per_scale, self.scale_bytes, digits)
-        function = multiply_loop(*form, floats=self.floats)
+        function = multiply_loop(*form, floats=self.floats, zero=self.zero)
         tiles = len(self.tiles)
         bias_address = 0 if bias is None else rows_address(bias[None], tiles * TILE_ROWS)
         return [function, self.tiles.ctypes.data, tiles, self.columns // BLOCK, bias_address]
@@ -134,18 +145,24 @@ class PackedMatrix:
         tile, lane = tokens // TILE_ROWS, tokens % TILE_ROWS
         rows: Floats = self._codes_of(tile, lane).astype(np.float32)
         size = TILE_ROWS * self.scale_bytes
-        scales, offsets = (
+        scales, *offsets = (
             self.tiles[..., start : start + size].view(f"f{self.scale_bytes}")[tile, :, lane, None]
-            for start in (0, size)
+            for start in range(0, self._header_bytes, size)
         )
         rows *= scales
-        rows += offsets
+        rows += offsets[0] if offsets else np.float32(-self.zero) * scales
         return rows.reshape(len(tokens), self.columns)
+
+    @property
+    def _header_bytes(self) -> int:
+        """Bytes of the scales and offsets of a tile's columns."""
+        sides = 1 if self.zero else 2
+        return sides * TILE_ROWS * int(self.scale_bytes)
 
     def _codes_of(self, tile: Integers, lane: Integers) -> Array:
         """Return the codes of rows of tiles as bytes, (n, groups, columns of a group)."""
         tiles, groups, _ = self.tiles.shape
-        words = self.tiles[..., 2 * TILE_ROWS * self.scale_bytes :].view(np.uint32)
+        words = self.tiles[..., self._header_bytes :].view(np.uint32)
         by_lane = words.reshape(tiles, groups, words.shape[2] // TILE_ROWS, TILE_ROWS)
         stored = np.ascontiguousarray(by_lane[tile, :, :, lane]).view(np.uint8)
         shape = (len(tile), groups, self.per_scale)
@@ -206,18 +223,21 @@ def packed_matrix(module: nn.Module, rows: slice | int = slice(None)) -> PackedM
     if not can_multiply(module, dimensions=3 if isinstance(rows, int) else 2):
         return None
     bits, floats = int(module.bits), module.mode == FLOAT4_MODE
+    zero = FLOAT4_ZERO if floats else 2 ** (bits - 1)
     if floats:  # the scales are exponents
         powers = np.asarray(module.scales[rows]).astype(np.int32) - FLOAT4_BIAS
         scales = np.ldexp(np.float32(1), powers)
         sides = [scales, -FLOAT4_ZERO * scales]
     else:
         sides = [_numbers(_rows(module[x], rows)) for x in ("scales", "biases")]
-    if all(map(_fits_half, sides)):
+    if not _follow(sides[1], sides[0], zero):
+        zero = 0
+    if all(map(_fits_half, sides[:1] if zero else sides)):
         sides = [side.astype(np.float16, copy=False) for side in sides]
     elif len({side.dtype for side in sides}) > 1:
         sides = [side.astype(np.float32) for side in sides]
     codes = CodeRows(_rows(module.weight, rows), bits, int(module.group_size))
-    return PackedMatrix(codes, sides[0], sides[1], WIDER[bits], floats=floats)
+    return PackedMatrix(codes, sides[0], sides[1], WIDER[bits], zero=zero, floats=floats)
 
 
 def _rows(matrix: mx.array, rows: slice | int) -> mx.array:
@@ -230,6 +250,12 @@ def _numbers(side: mx.array) -> Array:
     return np.asarray(side if side.dtype == mx.float16 else side.astype(mx.float32))
 
 
+def _follow(offsets: Array, scales: Array, zero: int) -> bool:
+    """Return whether all offsets are -zero x scale, as in symmetric forms of GGUF files."""
+    factor = np.float32(-zero)
+    return all(map(np.array_equal, offsets, (factor * row for row in scales)))
+
+
 def _fits_half(numbers: Array) -> bool:
     """Return whether float16 has the exact values of some numbers, as those of GGUF files."""
     if numbers.dtype == np.float16:
@@ -240,13 +266,13 @@ def _fits_half(numbers: Array) -> bool:
 
 def packed_bytes(module: nn.Module) -> int:
     """Return the most bytes of a module's matrix in tiles; float16 holds usual powers of two."""
-    is_half = module.mode == FLOAT4_MODE or (
-        module.scales.dtype == module.biases.dtype == mx.float16
-    )
+    floats = module.mode == FLOAT4_MODE
+    is_half = floats or (module.scales.dtype == module.biases.dtype == mx.float16)
     scale_bytes = 2 if is_half else 4
     *experts, rows, groups = module.scales.shape
     group = int(module.group_size)
-    one = packed_matrix_bytes(rows, groups * group, module.bits, group, scale_bytes)
+    columns, stored = groups * group, 1 if floats else 2
+    one = packed_matrix_bytes(rows, columns, module.bits, group, scale_bytes, sides=stored)
     return int(prod(experts)) * one
 
 

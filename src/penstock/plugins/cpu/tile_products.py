@@ -43,15 +43,17 @@ PREFETCHED_BYTES = 4096
 """Distance at which codes are requested from memory."""
 
 
-def block_bytes(bits: int, per_scale: int, scale_bytes: int) -> int:
+def block_bytes(bits: int, per_scale: int, scale_bytes: int, *, zero: int = 0) -> int:
     """Return the bytes of a tile's columns that share a scale.
 
     Args:
         bits: bits of a code: 4, 5, 6 or 8.
         per_scale: blocks of 32 columns that share a scale.
         scale_bytes: bytes of a scale, and of an offset.
+        zero: the code of zero, which offsets follow from; 0 if they are stored.
     """
-    return TILE_ROWS * (2 * scale_bytes + per_scale * BLOCK * bits // 8)
+    sides = 1 if zero else 2
+    return TILE_ROWS * (sides * scale_bytes + per_scale * BLOCK * bits // 8)
 
 
 @cache
@@ -89,6 +91,7 @@ def multiply_loop(
     instructions: str = "",
     *,
     floats: bool = False,
+    zero: int = 0,
 ) -> int:
     """Compile the product of rows with tiles; return the address of the function.
 
@@ -105,24 +108,27 @@ def multiply_loop(
         digits: bytes of an activation: the first counts 256 times the next.
         instructions: see `dot_product_name`, whose result is the default.
         floats: whether codes are floats of 4 bits, which count as their `FLOAT4_CODES`.
+        zero: the code of zero: the offset is -zero x scale; 0 if offsets are stored.
     """
     instructions = instructions or dot_product_name()
-    form = (bits, per_scale, scale_bytes, digits)
+    form = (bits, per_scale, scale_bytes, digits, zero)
     name = f"multiply {form} {floats} {instructions}"
     return function_address(name, lambda: _compile_multiply(form, instructions, floats=floats))
 
 
-def _compile_multiply(form: tuple[int, int, int, int], instructions: str, *, floats: bool) -> Any:
-    """Compile a product; see `multiply_loop`, whose first arguments are the form."""
+def _compile_multiply(
+    form: tuple[int, int, int, int, int], instructions: str, *, floats: bool
+) -> Any:
+    """Compile a product; see `multiply_loop`, whose arguments are the form."""
     from numba import cfunc, types
 
-    bits, per_scale, scale_bytes, digits = form
+    bits, per_scale, scale_bytes, digits, zero = form
     dot = _DOT_PRODUCTS[instructions]
     needs_halves = dot is not _dot_vnni  # sums of two products of 8 bits do not fit in 16
     halved, lookup = needs_halves and bits == 8, _LOOKUPS[instructions] if floats else None
     single = _tile_product(*form, 1, dot, lookup, halved=halved)
     group = _tile_product(*form, ROW_GROUP, dot, lookup, halved=halved)
-    record = block_bytes(bits, per_scale, scale_bytes)
+    record = block_bytes(bits, per_scale, scale_bytes, zero=zero)
     together, tile_bytes, columns = ROW_GROUP, 4 * TILE_ROWS, BLOCK
     scale_row_bytes = 4 * SCALE_FLOATS
 
@@ -147,6 +153,7 @@ def _tile_product(
     per_scale: int,
     scale_bytes: int,
     digits: int,
+    zero: int,
     rows: int,
     dot: DotProduct,
     lookup: Lookup | None,
@@ -163,7 +170,8 @@ def _tile_product(
     real = ir.FloatType()
     stored = ir.HalfType() if scale_bytes == 2 else real
     integers, reals = ir.VectorType(word32, TILE_ROWS), ir.VectorType(real, TILE_ROWS)
-    header = 2 * scale_bytes * TILE_ROWS
+    sides = 1 if zero else 2
+    header = sides * scale_bytes * TILE_ROWS
 
     def number(value: int) -> Any:
         return ir.Constant(word, value)
@@ -254,7 +262,7 @@ def _tile_product(
                 cgutils.alloca_once_value(builder, in_all_lanes(0.0, reals)) for _ in range(rows)
             ]
             groups = builder.sdiv(blocks, number(per_scale))
-            record = block_bytes(bits, per_scale, scale_bytes)
+            record = block_bytes(bits, per_scale, scale_bytes, zero=zero)
             with cgutils.for_range(builder, groups) as loop:
                 start = builder.add(codes, builder.mul(loop.index, number(record)))
                 for ahead in range(0, record, 64):
@@ -262,12 +270,15 @@ def _tile_product(
                     flags = [ir.Constant(word32, flag) for flag in (0, 3, 1)]
                     builder.call(prefetch, [builder.inttoptr(address, text), *flags])
                 scale_and_offset = []
-                for side in range(2):
-                    address = builder.add(start, number(side * header // 2))
+                for side in range(sides):
+                    address = builder.add(start, number(side * scale_bytes * TILE_ROWS))
                     vector = load(builder, address, ir.VectorType(stored, TILE_ROWS), scale_bytes)
                     scale_and_offset.append(
                         vector if stored == real else builder.fpext(vector, reals)
                     )
+                if zero:  # exact, if `zero` or the scale is a power of two
+                    zeros = in_all_lanes(-float(zero), reals)
+                    scale_and_offset.append(builder.fmul(scale_and_offset[0], zeros))
                 for inner in range(per_scale):
                     block = builder.add(builder.mul(loop.index, number(per_scale)), number(inner))
                     address = builder.add(start, number(header + inner * BLOCK * bits // 8 * 16))

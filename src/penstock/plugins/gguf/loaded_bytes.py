@@ -13,6 +13,8 @@ from penstock.plugins.gguf.header import GROUP, Header, TensorInfo
 _WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4}
 _HALF_SCALES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q6_K")
 """Forms whose scales and offsets float16 holds exactly."""
+_SYMMETRIC = ("Q4_0", "Q5_0", "Q8_0")
+"""Forms whose offsets follow from their scales."""
 _NAMES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 
 
@@ -43,7 +45,9 @@ def packed_bytes(header: Header) -> int | None:
         has_codes = True
         scale_bytes = 2 if tensor.form.name in _HALF_SCALES else 4
         *experts, rows, columns = tensor.shape
-        total += prod(experts) * packed_matrix_bytes(rows, columns, bits, GROUP, scale_bytes)
+        sides = 1 if tensor.form.name in _SYMMETRIC else 2
+        one = packed_matrix_bytes(rows, columns, bits, GROUP, scale_bytes, sides=sides)
+        total += prod(experts) * one
     return total if has_codes else None
 
 
