@@ -82,7 +82,7 @@ def parsed(out: str, folder: Path) -> list[object]:
 
 
 def test_list_of_plugins() -> None:
-    assert PLUGINS == ["cpu", "gguf", "kernels", "ray", "remote"]
+    assert PLUGINS == ["cpu", "gguf", "kernels", "ray", "remote", "vlm"]
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
