@@ -236,6 +236,33 @@ def test_whole_blocks_of_answer_are_committed_at_end(core: Core, generated: int)
     kv.check()
 
 
+def test_chunk_behind_prompt_is_one_token(core: Core) -> None:
+    """As in mlx-lm's own loop, whose chunks are of the prompt without its last token."""
+    kv = running_core(core, 40, 0)
+    (sequence,) = core.admission.sequences.values()
+    assert kv.position >= 39
+    assert sequence.whole_stop == kv.position + 1
+
+
+def test_shorter_paths_leave_out_ever_more_nodes(core: Core) -> None:
+    prompt = tuple(range(1, 100))
+    for shared in (96, 64, 48, 32, 16):
+        other = (*prompt[:shared], *range(200, 220))
+        answer(core, core.submit(Request(prompt=other, max_tokens=1)))
+    core.submit(Request(prompt=prompt, max_tokens=100, ignore_eos=True))
+    core.step()
+    (sequence,) = core.admission.sequences.values()
+    kv = sequence.kv
+    assert kv.pin is not None
+    assert [node.end for node in kv.pin.path[:-1]] == [16, 32, 48, 64]
+    assert list(kv.shorter_paths()) == [
+        kv.block_hashes[:4],
+        kv.block_hashes[:3],
+        kv.block_hashes[:1],
+        [],
+    ]
+
+
 def test_answer_is_not_committed_without_room_for_copy(core: Core) -> None:
     kv = running_core(core, 40, 40)
     before = kv.spans(), kv.num_cached_tokens, kv.position
