@@ -38,6 +38,8 @@ print(best)
 def start(code: str, **variables: str) -> subprocess.Popen[str]:
     """Start Python with these variables, and no BLAS named by the tests' own environment."""
     named = {key: value for key, value in os.environ.items() if key != "PENSTOCK_BLAS"}
+    if "XDG_CACHE_HOME" in variables:  # a copy in the folder for temporary files would be taken
+        named["TMPDIR"] = variables["XDG_CACHE_HOME"]
     return subprocess.Popen(
         [sys.executable, "-c", code],
         env=named | variables,
