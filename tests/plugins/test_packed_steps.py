@@ -14,6 +14,7 @@ from penstock.attention.attention_plan import DecodeRow
 from penstock.attention.chunk_reads import ChunkReads
 from penstock.attention.reads import decode_reads
 from penstock.attention.span_attention import AttentionWindow
+from penstock.caches.selective import SelectiveKVCache
 from penstock.kv.codecs.scales import Squares
 from penstock.kv.segment import KVSpan, Segment
 from penstock.kv.tails import LayerShape, Tails
@@ -253,3 +254,16 @@ def test_check_detects_chunk_behind_other_spans() -> None:
     logits, _ = chunk_of(model, windows_of(model), row=1)
     other, _ = chunk_of(apart(model), windows_of(model), row=2)
     assert not mx.array_equal(logits, other)
+
+
+def test_caches_that_read_a_part_attend_by_themselves() -> None:
+    model = packed("llama")
+    tokens = mx.array([[5 * n % 60 for n in range(200)]])
+    caches: list[Any] = [SelectiveKVCache(512, attend=128) for _ in model.layers]
+    whole: list[Any] = [SelectiveKVCache(512, attend=512) for _ in model.layers]
+    mx.eval(model(tokens, cache=caches), model(tokens, cache=whole))
+    for token in (7, 8, 9):
+        partial, full = (model(mx.array([[token]]), cache=each) for each in (caches, whole))
+    assert all(cache._index is not None for cache in caches)
+    assert all(cache._index is None for cache in whole)
+    assert not mx.array_equal(partial, full)

@@ -222,7 +222,9 @@ class PackedDecoderLayer(PackedModule):
         scale, soft_cap = self.self_attn.scale, self._soft_cap
         mixed: mx.array | None = None
         if isinstance(keys, mx.array) and not isinstance(cache, Reads):
-            if _is_causal(mask, queries.shape[2], keys.shape[2]):
+            if hasattr(cache, "attend") and not soft_cap:  # it may read a part
+                mixed = cache.attend(queries, keys, values, scale, mask)
+            if mixed is None and _is_causal(mask, queries.shape[2], keys.shape[2]):
                 mixed = attend_buffer(queries, keys, values, scale, soft_cap=soft_cap)
             if mixed is None and soft_cap:
                 return _attend_capped(queries, keys, values, scale, mask, soft_cap)
