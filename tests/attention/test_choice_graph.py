@@ -33,6 +33,20 @@ PROMPTS = [tuple(1 + (7 * n * n + seed) % 500 for n in range(tokens)) for seed, 
            ((0, 260), (1, 300), (2, 40))]  # fmt: skip
 
 
+def compiles() -> bool:
+    """Return whether MLX traces functions here, which it does to compile them."""
+    calls = []
+    function = mx.compile(lambda x: calls.append(x) or x + 1)
+    for _ in range(2):
+        function(mx.ones(1))
+    return len(calls) == 1
+
+
+needs_traces = pytest.mark.skipif(
+    not compiles(), reason="without a C++ compiler MLX compiles nothing, and so traces nothing"
+)
+
+
 class _Traced(Exception):
     """Ends a trace before MLX compiles it."""
 
@@ -92,6 +106,7 @@ CODES = {
 }
 
 
+@needs_traces
 @pytest.mark.parametrize("more", [{}, {"attend_rest": True}, CODES, {"block_size": 24}])
 def test_nothing_is_evaluated_inside_step(more: dict[str, Any]) -> None:
     with running(GPUBackend(), **more) as core:
@@ -103,6 +118,7 @@ def test_nothing_is_evaluated_inside_step(more: dict[str, Any]) -> None:
         core.runner.model = model.model
 
 
+@needs_traces
 @pytest.mark.parametrize("reads", [np.asarray, mx.eval, mx.array.tolist])
 def test_trace_detects_reads_on_host(reads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a choice that is looked at."""
@@ -118,6 +134,7 @@ def test_trace_detects_reads_on_host(reads: Any, monkeypatch: pytest.MonkeyPatch
         check_trace_fails(core)
 
 
+@needs_traces
 def test_trace_detects_compiled_loops() -> None:
     """Negative control: a CPU begins to compute in each layer, and its loops wait for queries."""
     pytest.importorskip("numba")
@@ -139,8 +156,10 @@ def check_trace_fails(core: Core) -> None:
 def test_step_has_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = layer_operations()
     assert counts.met
-    assert counts.own == 17 and counts.whole <= 19 and counts.choice <= 40 and counts.further <= 11
+    more = 0 if compiles() else 2
+    assert counts.own == 17 + more and counts.whole <= 19 + more
+    assert counts.choice <= 40 + more and counts.further <= 11
     lacks = block_choice._lacks
     monkeypatch.setattr(block_choice, "_lacks", lambda scores: mx.exp(lacks(scores)))
-    more = layer_operations()
-    assert more.choice == counts.choice + 1 and not more.met, "negative control"
+    worse = layer_operations()
+    assert worse.choice == counts.choice + 1 and not worse.met, "negative control"

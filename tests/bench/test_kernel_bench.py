@@ -31,9 +31,11 @@ def test_kernel_bench_on_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     (record,) = tmp_path.glob("kernels-*.json")
     raw = json.loads(record.read_text())["raw"]
     assert raw["kernels_off"] == "this device has none"
-    assert raw["operations"] == {
-        "own": 17, "whole": 19, "choice": 40, "further": 11, "rest": 100
-    }  # fmt: skip
+    more = raw["operations"]["own"] - 17
+    assert more in (0, 2), "MLX compiles no activation where it finds no compiler"
+    counts = {"own": 17, "whole": 19, "choice": 40, "rest": 100}
+    expected = {name: count + more for name, count in counts.items()}
+    assert raw["operations"] == {**expected, "further": 11}
     assert all(set(one["milliseconds"]) == {"plain", "fused"} for one in raw["ways"].values())
 
 

@@ -137,8 +137,8 @@ def _count_lines(counts: LayerOperations) -> list[Line]:
             "operations of a layer, a choice (mlx-lm)",
             f"{counts.choice}, {counts.further} for each further segment",
             own,
-            f"{counts.MOST_CHOICE}",
-            counts.choice <= counts.MOST_CHOICE,
+            f"{counts.most_choice}",
+            counts.choice <= counts.most_choice,
         ),
         Line("operations of a layer, a choice and the rest (mlx-lm)", str(counts.rest), own),
     ]
