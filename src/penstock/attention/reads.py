@@ -79,6 +79,7 @@ class DecodeReads(Reads):
     def __init__(self, step: DecodeStep, layer: int, attention_window: AttentionWindow) -> None:
         super().__init__(layer, attention_window)
         self.step = step
+        self.plans = step.kernel_plans
         self.offset = step.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

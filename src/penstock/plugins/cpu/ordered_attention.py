@@ -23,7 +23,12 @@ from penstock.kv.segment import KVSpan
 from penstock.plugins.cpu.attending_loops import PLACES
 from penstock.plugins.cpu.choice_loops import segment_addresses, side_addresses
 from penstock.plugins.cpu.compiled_jobs import team
-from penstock.plugins.cpu.ordered_loops import ordered_loop, space_floats
+from penstock.plugins.cpu.ordered_loops import (
+    AttendTable,
+    attend_tables,
+    ordered_loop,
+    space_floats,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,11 +258,10 @@ def _attend(
     threads = team()
     mixed = np.empty((rows, heads, value_dim), np.float32)
     space = threads.space(space_floats(dim, value_dim, threads.threads))
-    table = np.array(
-        [0, 0, 0, queries.ctypes.data, rows, heads, kv_heads, spans.ctypes.data, len(spans),
-         firsts.ctypes.data, len(firsts) - 1, seen.ctypes.data, width, mixed.ctypes.data,
-         space.ctypes.data],
-        np.int64,
-    )  # fmt: skip
+    (table,) = attend_tables(spans[None], firsts, rows, width)
+    table[AttendTable.QUERIES] = queries.ctypes.data
+    table[AttendTable.HEADS], table[AttendTable.KV_HEADS] = heads, kv_heads
+    table[AttendTable.SEEN] = seen.ctypes.data
+    table[AttendTable.MIXED], table[AttendTable.SPACE] = mixed.ctypes.data, space.ctypes.data
     threads.run(ordered_loop(dim, value_dim, soft_cap), table)
     return mixed

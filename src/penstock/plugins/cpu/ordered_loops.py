@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.kv.numpy_arrays import Integers
 from penstock.plugins.cpu.attention_tiles import (
     BLOCK_TOKENS,
     MAXIMUM,
@@ -64,6 +65,25 @@ class AttendTable(IntEnum):
 
 
 ATTEND_WORDS = len(AttendTable)
+
+
+def attend_tables(spans: Integers, firsts: Integers, rows: int, width: int) -> Integers:
+    """Return a table for each layer, (layers, words), with what they share and their spans.
+
+    Args:
+        spans: spans of each layer, (layers, spans, 6); kept alive by the caller, like `firsts`.
+        firsts: index of each sequence's first span, and the end.
+        rows: number of rows.
+        width: rows per sequence.
+    """
+    tables = np.zeros((len(spans), ATTEND_WORDS), np.int64)
+    tables[:, AttendTable.ROWS] = rows
+    starts = spans.ctypes.data + np.arange(len(spans)) * spans.strides[0]
+    tables[:, AttendTable.SPANS], tables[:, AttendTable.SPAN_COUNT] = starts, spans.shape[1]
+    tables[:, AttendTable.FIRSTS] = firsts.ctypes.data
+    tables[:, AttendTable.SEQUENCES] = len(firsts) - 1
+    tables[:, AttendTable.WIDTH] = width
+    return tables
 
 
 def space_floats(key_dim: int, value_dim: int, threads: int) -> int:

@@ -27,8 +27,8 @@ from penstock.plugins.cpu.ordered_attention import (
     tail_addresses,
 )
 from penstock.plugins.cpu.ordered_loops import (
-    ATTEND_WORDS,
     AttendTable,
+    attend_tables,
     ordered_loop,
     space_floats,
 )
@@ -131,12 +131,9 @@ class LayersTogether:
         Returns:
             The layer's output and True; or its input and False, if it must be computed by itself.
         """
-        if isinstance(reads, DecodeReads):
-            shared = reads.step.kernel_plans
-        elif isinstance(reads, ChunkReads):
-            shared = reads.plans
-        else:
+        if not isinstance(reads, DecodeReads | ChunkReads):
             return x, False
+        shared = reads.plans
         if place == 0:
             shared[self] = _Noted(x)
         noted = shared.get(self)
@@ -184,17 +181,11 @@ class LayersTogether:
         append[:, AppendTable.SIDES] = places["sides"]
         append[:, AppendTable.QUERIES] = places["queries"]
         append[:, AppendTable.PLACES] = _addresses(new_places)
-        attend = np.zeros((count, ATTEND_WORDS), np.int64)
+        attend = attend_tables(spans, noted.plans[0].firsts, rows, width)
         attend[:, AttendTable.QUERIES] = places["queries"]
-        attend[:, AttendTable.ROWS] = rows
         attend[:, AttendTable.HEADS] = append[:, AppendTable.HEADS]
         attend[:, AttendTable.KV_HEADS] = append[:, AppendTable.KV_HEADS]
-        attend[:, AttendTable.SPANS] = _addresses(spans)
-        attend[:, AttendTable.SPAN_COUNT] = spans.shape[1]
-        attend[:, AttendTable.FIRSTS] = noted.plans[0].firsts.ctypes.data
-        attend[:, AttendTable.SEQUENCES] = sequences
         attend[:, AttendTable.SEEN] = [seen[plan.window].ctypes.data for plan in noted.plans]
-        attend[:, AttendTable.WIDTH] = width
         attend[:, AttendTable.MIXED] = places["mixed"]
         attend[:, AttendTable.SPACE] = places["attention"]
 
