@@ -198,6 +198,25 @@ def test_selected_blocks_are_read_exactly(
     check_spilled(loops(dim), queries, keys, values, cuts, blocks, recent, below)
 
 
+@pytest.mark.parametrize("dim", DIMS)
+def test_blocks_in_float16_are_read_as_the_same_float32(dim: int) -> None:
+    draw, recent = np.random.default_rng(dim), 9
+    halved = [
+        draw.normal(size=(2, recent * BLOCK_TOKENS + 11, width)).astype(np.float16)
+        for width in (dim, dim // 2)
+    ]
+    queries = draw.normal(size=(2, 6, dim)).astype(np.float32)
+    blocks = np.array([[3, 5], [2, 7]])
+    outputs = []
+    for dtype in (np.float16, np.float32):
+        sides = [side.astype(dtype) for side in halved]
+        spans = Spans([*sides, None, None], [20, 75, 90])
+        given = queries, spans.table, blocks, recent, None
+        outputs.append(loops(dim).attend(*given, nbytes=np.dtype(dtype).itemsize))
+    assert np.array_equal(*outputs)
+    assert np.abs(outputs[0]).max() > 0.1
+
+
 def check_spilled(
     loops: ChoiceLoops, queries: Floats, keys: Array, values: Array, cuts: Sequence[int],
     blocks: Addresses, recent: int, sinks: Sinks | None,

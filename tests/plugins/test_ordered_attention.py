@@ -22,6 +22,8 @@ pytestmark = pytest.mark.skipif(not has_numba(), reason="the loop is compiled by
 HEADS, KV_HEADS, DIM, VALUE_DIM, COLUMNS = 6, 2, 40, 24, 275
 SCALE = 0.2
 ALL, NEAR = AttentionWindow(), AttentionWindow(20)
+KEEPING = [AttentionWindow(20, keep=6), AttentionWindow(30, keep=140)]
+"""Windows that keep columns of the first block, and of the second one, too."""
 
 
 def drawn(*shape: int) -> mx.array:
@@ -62,7 +64,7 @@ def step_over(
     return np.array(mixed)
 
 
-@pytest.mark.parametrize("window", [ALL, NEAR])
+@pytest.mark.parametrize("window", [ALL, NEAR, *KEEPING])
 @pytest.mark.parametrize("soft_cap", [0.0, 1.5])
 def test_attention_matches_causal_softmax(window: AttentionWindow, soft_cap: float) -> None:
     keys, values = (np.repeat(np.array(side), HEADS // KV_HEADS, axis=1) for side in (KEYS, VALUES))
@@ -92,7 +94,7 @@ def test_window_needs_no_earlier_columns() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("window", [ALL, NEAR])
+@pytest.mark.parametrize("window", [ALL, NEAR, *KEEPING])
 def test_decode_steps_are_bit_identical_to_whole(width: int, window: AttentionWindow) -> None:
     cuts = [[], [32, 64, 200, 264], [5, 8, 41, 130, 260], [7], [130], [256]]
     ends = [4, 270, 271, 17, 136, 256]
@@ -145,6 +147,36 @@ def test_invalid_numbers_reach_the_result(side: int) -> None:
     assert seen[151:].all() == (side > 0)
 
 
+def test_dropped_tokens_between_kept_and_near_ones_are_not_needed() -> None:
+    window, layer = KEEPING[0], (KEYS, VALUES)
+    spans = []
+    for start, stop in ((0, 10), (225, 255)):
+        sides = tuple(mx.contiguous(side[:, :, start:stop]) for side in layer)
+        mx.eval(*sides)
+        spans.append(KVSpan(Segment((sides,)), start, stop - start))  # type: ignore[arg-type]
+    tails = Tails(1, 16, (LayerShape(KV_HEADS, DIM, VALUE_DIM, mx.float32),))
+    tails.ready()
+    tails.write_block(0, 0, 0, *(side[:, :, 255:261] for side in layer))
+    step = DecodeStep.of(CPUBackend(), [DecodeRow(tuple(spans), 260, 0, 5)], tails)
+    mixed = attend_step(step, 0, window, QUERIES[:, :, 260:261], SCALE)
+    assert np.array_equal(np.array(mixed), whole(window)[:, :, 260:261])
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (48, 80)])
+def test_float16_is_read_as_the_same_float32(dims: tuple[int, int]) -> None:
+    queries = drawn(1, HEADS, 150, dims[0])
+    sides = [drawn(1, KV_HEADS, 150, dim).astype(mx.float16) for dim in dims]
+    subnormal, largest = 3e-6, 65_504.0
+    sides[0][..., 7, 3], sides[1][..., 9, 2], sides[1][..., 9, 3] = subnormal, largest, -subnormal
+    wide = [side.astype(mx.float32) for side in sides]
+    mixed, expected = attend_buffer(queries, *sides, SCALE), attend_buffer(queries, *wide, SCALE)
+    assert mixed is not None and expected is not None
+    assert np.array_equal(np.array(mixed), np.array(expected))
+    assert float(mx.abs(mixed).max()) > 1_000, "the largest number is read"
+
+
 def test_unsupported_dtypes_are_not_handled() -> None:
     half = [side.astype(mx.float16) for side in (QUERIES, KEYS, VALUES)]
     assert attend_buffer(*half, SCALE) is None
+    assert attend_buffer(QUERIES, *half[1:], SCALE) is None, "40 numbers are not whole vectors"
+    assert attend_buffer(QUERIES, KEYS, VALUES.astype(mx.bfloat16), SCALE) is None

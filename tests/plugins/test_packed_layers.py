@@ -274,6 +274,65 @@ def test_plan_matches_packed_experts_of_a_folder(
     assert off(load_all(source, weights_dtype="packed-exact").model(TOKENS), expected) < 1e-4
 
 
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_moe", "long keys"])
+def test_plan_knows_the_kv_bytes_of_packed_models(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "long keys":  # 24 numbers are not whole vectors
+        monkeypatch.setitem(FAMILIES, name := "qwen3", {"head_dim": 24})
+        halves = False
+    else:
+        halves = name not in ("gemma2", "qwen3_moe")
+    source = folder(tmp_path, name, 4)
+    for dtype, nbytes in (("auto", 2 if halves else 4), ("packed-exact", 4), ("float32", 4)):
+        command = ["plan", str(source), "--memory-limit", "1GB", "--weights-dtype", dtype, "--json"]
+        assert main(command) == 0
+        planned = json.loads(capsys.readouterr().out)
+        rows = {row["quantized"]: row["full_bytes_per_token"] for row in planned["rows"]}
+        windows = planned["rows"][0]["window_bytes_per_token"]
+        model = load_all(source, weights_dtype=dtype).model  # type: ignore[arg-type]
+        with running(None, model=model) as core:
+            assert core.runner.token_bytes == rows[False] + windows
+            shape = core.runner.shapes[0]
+            numbers = shape.kv_heads * (shape.key_dim + shape.value_dim)
+            assert core.runner.token_bytes == 4 * numbers * nbytes
+            assert shape.dtype.size == nbytes
+
+
+def test_kv_of_other_settings_is_as_computed(tmp_path: Path) -> None:
+    model = load_all(folder(tmp_path, "llama", 4)).model
+    others: list[dict[str, Any]] = [
+        {"kv_cache_quantization": "turbo4"},
+        {"attend_tokens": 128, "active_kv_size": 256, "block_size": 64},
+    ]
+    for number, settings in enumerate(others):
+        folder_of = tmp_path / f"disk{number}" if "active_kv_size" in settings else None
+        with running(folder_of, model=model, **settings) as core:
+            assert core.runner.shapes[0].dtype == mx.float32
+    disk = tmp_path / "disk"
+    with running(disk, model=model) as core:
+        assert core.runner.shapes[0].dtype == mx.float16
+        scored(core, PROMPT)
+    with running(disk, model=model, kv_cache_quantization="turbo4") as core:
+        scored(core, PROMPT)
+        assert not core.view.stats().hit_tokens, "blocks of another dtype are not read"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("attend", [None, 128])
+def test_float16_kv_moves_logits_by_little(name: str, attend: int | None, tmp_path: Path) -> None:
+    source, ends = folder(tmp_path, name, 4), []
+    for dtype in ("packed", "packed-exact"):
+        model = load_all(source, weights_dtype=dtype).model  # type: ignore[arg-type]
+        with running(None, model=model, attend_tokens=attend) as core:
+            ends.append(scored(core, PROMPT)[0])
+            assert core.runner.shapes[0].dtype.size == (2 if dtype == "packed" else 4)
+    rounded, exact = ends
+    assert [token for token, *_ in rounded] == [token for token, *_ in exact]
+    off = max(abs(x[1] - y[1]) for x, y in zip(rounded, exact, strict=True))
+    assert 0 < off < 5e-3
+
+
 def test_engine_runs_packed_model(tmp_path: Path) -> None:
     source = folder(tmp_path, "llama", 4)
     texts = []
@@ -396,6 +455,14 @@ def test_logits_are_bit_identical_in_any_batch_chunk_and_cache_state(
         assert scored(core, PROMPT) == [alone]
     with running(None, model=model, speculative_tokens=3) as core:
         assert scored(core, PROMPT) == [alone]
+    if name != "gemma2":
+        with running(None, model=model, attend_tokens=256) as core:
+            assert scored(core, PROMPT) == [alone]
+    dropped = []
+    for chunk in (32, 48):
+        with running(None, model=model, max_kv_size=64, keep=8, prefill_chunk=chunk) as core:
+            dropped.append(scored(core, PROMPT, PROMPT[:100]))
+    assert dropped[0] == dropped[1] or name == "gemma2"
     disk = tmp_path / "disk"
     with running(disk, model=model) as core:
         assert scored(core, PROMPT) == [alone]

@@ -42,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 ENDS = [3, 90, 41]
 """Tokens that rows have read."""
+DTYPES = [mx.float32, mx.float16]
 CUTS: list[list[int]] = [[], [32, 64], [40]]
 
 
@@ -64,19 +65,28 @@ def drawn(seed: int, *shape: int) -> mx.array:
     return mx.array(np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
-def step_of(model: Any, width: int, rows: list[int]) -> DecodeStep:
-    """Return a step of rows behind random keys and values, the same ones for each call."""
+def step_of(
+    model: Any, width: int, rows: list[int], dtype: mx.Dtype = mx.float32, odd: int | None = None
+) -> DecodeStep:
+    """Return a step of rows behind random keys and values, the same ones for each call.
+
+    Those of the layer `odd` are bfloat16, which is not read in order.
+    """
     attention = model.layers[0].self_attn
     dim = model.layers[0].parts.dims[0]
-    shapes = (LayerShape(attention.n_kv_heads, dim, dim, mx.float32),) * len(model.layers)
+    dtypes = [mx.bfloat16 if layer == odd else dtype for layer in range(len(model.layers))]
+    shapes = tuple(LayerShape(attention.n_kv_heads, dim, dim, each) for each in dtypes)
     tails = Tails(len(rows), 64, shapes)
     tails.ready()
     decode_rows = []
     for slot, row in enumerate(rows):
         parts, start = [], 0
         sides = [
-            [drawn(100 * layer + side, 1, attention.n_kv_heads, 100, dim) for side in (0, 1)]
-            for layer in range(len(shapes))
+            [
+                drawn(100 * layer + side, 1, attention.n_kv_heads, 100, dim).astype(shape.dtype)
+                for side in (0, 1)
+            ]
+            for layer, shape in enumerate(shapes)
         ]
         for cut in CUTS[row]:
             layers = tuple(
@@ -92,10 +102,15 @@ def step_of(model: Any, width: int, rows: list[int]) -> DecodeStep:
 
 
 def computed(
-    model: Any, width: int, rows: list[int], windows: list[AttentionWindow]
+    model: Any,
+    width: int,
+    rows: list[int],
+    windows: list[AttentionWindow],
+    dtype: mx.Dtype = mx.float32,
+    odd: int | None = None,
 ) -> tuple[mx.array, list[mx.array]]:
     """Return logits, and the tails behind the step."""
-    step = step_of(model, width, rows)
+    step = step_of(model, width, rows, dtype, odd)
     tokens = mx.array([[7 * row + n for n in range(width)] for row in rows])
     layer_seams.attach(model)
     with layer_seams.decoding(step.device):
@@ -124,33 +139,44 @@ def count_jobs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("width", "rows"), [(1, [1]), (1, [0, 1, 2]), (3, [2, 1])])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_layers_together_are_bit_identical_to_one_by_one(
-    name: str, width: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
+    name: str, width: int, rows: list[int], dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = packed(name)
     jobs = count_jobs(monkeypatch)
-    logits, tails = computed(model, width, rows, windows_of(model))
+    logits, tails = computed(model, width, rows, windows_of(model), dtype)
     assert len(jobs) == 2, "one for the layers, one for the head"
-    expected, expected_tails = computed(apart(model), width, rows, windows_of(model))
+    assert {side.dtype for side in tails} == {dtype}
+    expected, expected_tails = computed(apart(model), width, rows, windows_of(model), dtype)
     assert len(jobs) == 2 + 3 * len(model.layers) + 1
     assert mx.array_equal(logits, expected)
     assert all(map(mx.array_equal, tails, expected_tails))
 
 
 @pytest.mark.parametrize("odd", range(4))
-def test_layers_before_one_with_kept_columns_are_computed_together(
+def test_layers_before_one_of_another_dtype_are_computed_together(
     odd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A window that keeps its first columns is not read in order."""
     model = packed("llama", num_hidden_layers=4)
-    windows = windows_of(model)
-    windows[odd] = AttentionWindow(20, keep=4)
-    jobs = count_jobs(monkeypatch)
-    logits, _ = computed(model, 1, [1, 2], windows)
+    jobs, rows = count_jobs(monkeypatch), [0, 0]
+    logits, _ = computed(model, 1, rows, windows_of(model), odd=odd)
     together = 1 if odd else 0
     assert len(jobs) == together + 2 + 3 * (3 - odd) + 1
+    expected, _ = computed(apart(model), 1, rows, windows_of(model), odd=odd)
+    assert mx.array_equal(logits, expected)
+
+
+def test_layers_with_kept_columns_are_computed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = packed("llama")
+    windows = [AttentionWindow(20, keep=4), *windows_of(model)[1:]]
+    jobs = count_jobs(monkeypatch)
+    logits, _ = computed(model, 1, [1, 2], windows)
+    assert len(jobs) == 2
     expected, _ = computed(apart(model), 1, [1, 2], windows)
     assert mx.array_equal(logits, expected)
+    others, _ = computed(model, 1, [1, 2], [AttentionWindow(20), *windows[1:]])
+    assert not mx.array_equal(logits, others)
 
 
 def test_one_thread_computes_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,13 +222,16 @@ def chunk_of(
     tokens: int = 30,
     last: bool = False,
     squares: bool = False,
+    dtype: mx.Dtype | None = None,
 ) -> tuple[mx.array, list[mx.array]]:
     """Return logits of a chunk behind the spans of a row, and the keys and values it keeps."""
-    parts = step_of(model, 1, [row]).rows[0].parts
+    parts = step_of(model, 1, [row], dtype or mx.float32).rows[0].parts
     position, plans = CUTS[row][-1] if parts else 0, {}  # type: ignore[var-annotated]
     final = len(windows) - 1 if last else -1
     reads = [
-        ChunkReads(n, window, parts, position, CPUBackend(), last=n == final, plans=plans)
+        ChunkReads(
+            n, window, parts, position, CPUBackend(), last=n == final, plans=plans, dtype=dtype
+        )
         for n, window in enumerate(windows)
     ]
     for layer in reads if squares else []:
@@ -219,14 +248,17 @@ def chunk_of(
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("row", [0, 1])
 @pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_chunk_is_computed_in_one_job_with_the_same_bits(
-    name: str, row: int, last: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, row: int, last: bool, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = packed(name)
     jobs = count_jobs(monkeypatch)
-    logits, sides = chunk_of(model, windows_of(model), row=row, last=last)
+    windows = windows_of(model)
+    logits, sides = chunk_of(model, windows, row=row, last=last, dtype=dtype)
     assert len(jobs) == 2, "one for the layers, one for the head"
-    expected, expected_sides = chunk_of(apart(model), windows_of(model), row=row, last=last)
+    assert {side.dtype for side in sides} == {dtype}
+    expected, expected_sides = chunk_of(apart(model), windows, row=row, last=last, dtype=dtype)
     assert len(jobs) == 2 + 3 * len(model.layers) + 1 - 2 * last
     assert mx.array_equal(logits, expected) or last
     assert all(map(mx.array_equal, sides, expected_sides))

@@ -35,6 +35,7 @@ class ChunkReads(Reads):
         last: bool = False,
         most_joined: int = span_attention.ALL_TOKENS,
         plans: dict[Hashable, Any] | None = None,
+        dtype: mx.Dtype | None = None,
     ) -> None:
         """Initialize the cache of a layer.
 
@@ -44,6 +45,7 @@ class ChunkReads(Reads):
             most_joined: maximum number of tokens before the chunk that are concatenated with it;
                 by default any number.
             plans: what compiled attention shares among the layers of the chunk.
+            dtype: that of the keys and values that are kept; None for the model's own.
         """
         super().__init__(layer, attention_window)
         self.device = device
@@ -51,13 +53,16 @@ class ChunkReads(Reads):
         self.last = last
         self.most_joined = most_joined
         self.plans = {} if plans is None else plans
+        self.dtype = dtype
         self.offset: int = position
         self.values: mx.array | None = None
         self.squares: Squares | None = None
         """Accumulator for channel scales; None outside calibration."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Keep the chunk's keys and values, (1, kv_heads, n, dim), and return them."""
+        """Keep the chunk's keys and values, (1, kv_heads, n, dim), rounded; and return them."""
+        if self.dtype is not None:
+            keys, values = keys.astype(self.dtype), values.astype(self.dtype)
         self.keys, self.values = mx.contiguous(keys), mx.contiguous(values)
         # All of the layers before is computed with them: what they had joined is let go.
         mx.eval(self.keys, self.values)

@@ -83,8 +83,13 @@ class DecodeReads(Reads):
         self.offset = step.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write the rows' tokens, (b, kv_heads, width, dim), after their tails; return them."""
+        """Write the rows' tokens, (b, kv_heads, width, dim), after their tails; return them.
+
+        They are rounded to the tails' dtype.
+        """
         step = self.step
+        dtype = step.tails.shapes[self.layer].dtype
+        keys, values = keys.astype(dtype), values.astype(dtype)
         if step.aligned:
             first = step.rows[0]
             step.tails.write_block(self.layer, first.slot, first.tail, keys, values)

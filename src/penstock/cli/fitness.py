@@ -20,7 +20,7 @@ from penstock.memory import LayerKind
 from penstock.models import mlx_lm as seam
 from penstock.models.mlx_lm import Loaded
 from penstock.models.model_files import open_model_file
-from penstock.models.weight_packer import PackedParts
+from penstock.models.weight_packer import PackedParts, kv_dtype
 from penstock.models.widening import model_bytes
 from penstock.plurals import counted
 
@@ -99,7 +99,11 @@ def try_model(name: str, loaded: Loaded) -> FitnessReport:
     try:
         layers = _seen_layers(loaded.model)
         runner = Runner(
-            loaded.model, devices.current(), max_kv_size=config.MAX_KV_SIZE, keep=config.KEEP
+            loaded.model,
+            devices.current(),
+            max_kv_size=config.MAX_KV_SIZE,
+            keep=config.KEEP,
+            kv_dtype=kv_dtype(loaded.model),
         )
     except ModelError as error:
         spec = memory.read_model_spec(loaded.config)

@@ -19,6 +19,7 @@ from penstock.cli.settings_options import Fields, with_settings
 from penstock.cli.whole_words import print_line
 from penstock.errors import ModelError, SettingError
 from penstock.memory import ModelSpec, format_bytes
+from penstock.memory.model_config import read_config
 from penstock.models import named
 from penstock.plurals import counted
 from penstock.recall import MODEL_PATH
@@ -164,6 +165,8 @@ def plan(
         )
     limit_bytes = _limit(limit.get("memory_limit"))
     spec = _read_spec(_find(model), weights_dtype, limit_bytes)
+    if any(choice.values()):
+        spec = replace(spec, raw_dtype=None)
     if draft_model is not None:
         spec = _with_draft(spec, _read_spec(_find(draft_model), weights_dtype, limit_bytes))
     memory_plan = make_plan(
@@ -199,7 +202,10 @@ def make_plan(
     config.parse(config.EngineSettings, memory_limit=1, max_kv_size=window, keep=keep)
     if kv_bits is not None and kv_bits not in memory.KV_BITS:
         raise SettingError(f"--kv-bits {kv_bits}: must be 2, 3, 4, 5, 6 or 8")
-    rows = tuple(_row(spec, bits, memory_bytes, window, batch) for bits in (None, *memory.KV_BITS))
+    rows = tuple(
+        _row(spec.keeping(bits), bits, memory_bytes, window, batch)
+        for bits in (None, *memory.KV_BITS)
+    )
     chosen = next(r for r in rows if (r.kv_bits if r.quantized else None) == kv_bits)
     if chosen.impossible:
         raise SettingError(chosen.impossible)
@@ -222,7 +228,7 @@ def make_plan(
         state_bytes_per_sequence=spec.state_bytes,
         rows=rows,
         chosen=chosen,
-        arithmetic=tuple(_arithmetic(spec, chosen, memory_bytes, window, batch)),
+        arithmetic=tuple(_arithmetic(spec.keeping(kv_bits), chosen, memory_bytes, window, batch)),
         fits=chosen.missing_bytes == 0,
         advice=_advice(chosen, rows, memory_bytes, free, batch) if chosen.missing_bytes else None,
         notes=_notes(spec, window),
@@ -260,6 +266,8 @@ def _notes(spec: ModelSpec, window: int) -> tuple[str, ...]:
     notes = list(spec.notes)
     if spec.weight_bytes is None:
         notes.append(f"weights: {spec.weight_source}; they are not counted")
+    if spec.raw_dtype:
+        notes.append(f"keys and values are kept in {spec.raw_dtype} without a codec")
     if spec.max_tokens and window > spec.max_tokens:
         notes.append(
             f"the model's context is {counted(spec.max_tokens, 'token')}, less than the window"
@@ -449,7 +457,7 @@ def _read_spec(path: Path, weights_dtype: config.WeightsDtype, limit_bytes: int)
     file = open_model_file(path)
     native, float32_spec = read(float32=False), read(float32=True)
     try:
-        from penstock.models.weight_packer import can_pack
+        from penstock.models.weight_packer import can_pack, planned_kv_dtype
         from penstock.models.widening import Widening  # where MLX has no back end, nothing is
     except ImportError:
         return native
@@ -461,8 +469,14 @@ def _read_spec(path: Path, weights_dtype: config.WeightsDtype, limit_bytes: int)
         packed = None
     choice = Widening(weights_dtype, *sizes, limit_bytes, packed)
     if choice.packs:
-        return replace(float32_spec, weight_bytes=choice.loaded_bytes)
+        settings = _config(path) if file is None else file.config
+        raw_dtype = None if choice.exact else planned_kv_dtype(native, settings)
+        return replace(float32_spec, weight_bytes=choice.loaded_bytes, raw_dtype=raw_dtype)
     return float32_spec if choice.widens else native
+
+
+def _config(path: Path) -> dict[str, Any]:
+    return read_config(path / "config.json" if path.is_dir() else path)
 
 
 def _find(model: str) -> Path:

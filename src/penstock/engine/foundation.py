@@ -15,7 +15,7 @@ from penstock.engine.model.runner import Runner
 from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.engine.schedule.budget import FixedReservations
 from penstock.engine.schedule.costs import MemoryEstimator
-from penstock.engine.settings import fitting, kernels_off
+from penstock.engine.settings import fitting, kernels_off, kv_dtype
 from penstock.errors import LedgerFull, NeverFits
 from penstock.extensions import extension
 from penstock.heap import keep_freed_memory
@@ -61,7 +61,12 @@ def lay_foundation(
     reserved = ledger.reserve(Kind.WEIGHTS, weights)
     with ledger.reserve(Kind.BUFFERS, probe_bytes(model)):
         runner = Runner(
-            model, device, max_kv_size=limits.max_kv_size, keep=limits.keep_tokens, ranks=group.size
+            model,
+            device,
+            max_kv_size=limits.max_kv_size,
+            keep=limits.keep_tokens,
+            ranks=group.size,
+            kv_dtype=kv_dtype(model, limits),
         )
     group.check_equal("what the layers of a part keep of a token", runner.keeps)
     limits = fitting(limits, runner, room, ranks=group.size)

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any, get_args
 
+import mlx.core as mx
+
 from penstock.attention import devices
 from penstock.config import EngineSettings, parse, setting_of
 from penstock.config.defaults import DRAFT_TOKENS, KERNELS_VARIABLE
@@ -22,6 +24,7 @@ from penstock.kv.codecs.names import RAW
 from penstock.kv.codecs.spilled import BLOCK_TOKENS
 from penstock.kv.quantization import QuantizationRule
 from penstock.memory import parse_bytes
+from penstock.models import weight_packer
 from penstock.models.fingerprint import with_settings
 
 logger = logging.getLogger(__name__)
@@ -197,6 +200,8 @@ def identity(
         "keep": limits.keep_tokens,
         "window": limits.max_kv_size,
     }
+    if runner.kv_dtype is not None:
+        settings["kv"] = str(runner.kv_dtype)
     if group.size > 1:
         settings["part"] = f"{group.rank} of {group.size}{runner.divided}"
     if limits.attend_tokens is not None:
@@ -217,6 +222,15 @@ def identity(
         if limits.active_kv_size is not None:
             settings["records"] = RAW
     return rule, with_settings(fingerprint, **settings)
+
+
+def kv_dtype(model: Any, limits: EngineSettings) -> mx.Dtype | None:
+    """Return the dtype in which a model's KV is kept; None for that of its activations.
+
+    Codes are made of what the model computes, and so is spilled KV.
+    """
+    as_computed = limits.kv_cache_quantization, limits.active_kv_size
+    return weight_packer.kv_dtype(model) if as_computed == (None, None) else None
 
 
 def kernels_off(limits: EngineSettings | None = None) -> bool:

@@ -36,6 +36,7 @@ class ModelSpec:
 
     `layers` have one cache each, in order. `notes` describe assumptions made. `max_tokens` is
     the context length. `whole_weight_bytes` are the bytes of weights outside the layers.
+    `raw_dtype` is that of keys and values that are kept without a codec, if it is not `dtype`.
     """
 
     name: str
@@ -47,6 +48,13 @@ class ModelSpec:
     max_tokens: int | None
     notes: tuple[str, ...] = ()
     whole_weight_bytes: int = 0
+    raw_dtype: str | None = None
+
+    def keeping(self, kv_bits: int | None) -> ModelSpec:
+        """Return this model with the dtype of its keys and values, for codes of `kv_bits`."""
+        if self.raw_dtype is None or kv_bits is not None:
+            return self
+        return replace(self, dtype=self.raw_dtype)
 
     @property
     def scalar_bytes(self) -> int:

@@ -16,6 +16,7 @@ from penstock.attention import devices
 from penstock.config import WeightsDtype
 from penstock.errors import ModelError
 from penstock.extensions import extension
+from penstock.memory import ModelSpec
 from penstock.models.widening import Widening, model_bytes, widen
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,12 @@ class WeightPacker(Protocol):
 
     def packing(self, module: nn.Module) -> Packing | None:
         """Return how a module multiplies by its codes; None if `pack` did not make it."""
+
+    def kv_dtype(self, model: nn.Module) -> mx.Dtype | None:
+        """Return the dtype in which a model's KV is kept; None for that of its activations."""
+
+    def planned_kv_dtype(self, spec: ModelSpec, config: Mapping[str, Any]) -> str | None:
+        """Return the name of that dtype for a model that is not loaded, by its config."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,18 @@ def weight_packer() -> WeightPacker | None:
         logger.info("weights cannot be multiplied in packed form: %s", error)
         return None
     return packer
+
+
+def kv_dtype(model: nn.Module) -> mx.Dtype | None:
+    """Return the dtype in which a model's KV is kept; None for that of its activations."""
+    packer = weight_packer() if PackedParts.of(model) is not None else None
+    return None if packer is None else packer.kv_dtype(model)
+
+
+def planned_kv_dtype(spec: ModelSpec, config: Mapping[str, Any]) -> str | None:
+    """Return the name of `kv_dtype` for a model that is not loaded, by its config."""
+    packer = weight_packer()
+    return None if packer is None else packer.planned_kv_dtype(spec, config)
 
 
 def can_pack() -> bool:

@@ -83,6 +83,7 @@ class Runner:
         max_kv_size: maximum number of tokens that a sequence attends to, including the kept ones.
         keep: number of leading tokens that are never dropped.
         ranks: number of processes that share the model.
+        kv_dtype: dtype of the keys and values that are kept; None for the model's own.
 
     Raises:
         ModelError: the model has unsupported layers, or computes different results on spans than on
@@ -97,8 +98,10 @@ class Runner:
         max_kv_size: int,
         keep: int,
         ranks: int = 1,
+        kv_dtype: mx.Dtype | None = None,
     ) -> None:
         self.model = model
+        self.kv_dtype = kv_dtype
         self.device = device
         mx.eval(model.parameters())
         self.layout = seam.layout(model)
@@ -365,6 +368,7 @@ class Runner:
                 last=layer == last,
                 most_joined=self.most_joined,
                 plans=plans,
+                dtype=self.kv_dtype,
             )
             for layer, window in enumerate(self.attention_windows)
         ]

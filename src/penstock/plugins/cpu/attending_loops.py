@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from penstock.attention.selection.choice_blocks import BLOCK_TOKENS, FIRST_BLOCKS
+from penstock.plugins.cpu.attention_tiles import HALF_BYTES, widen_function
 from penstock.plugins.cpu.compiled import FOUR, SUMS, exp_loop, pointer
 
 PLACES = 6
@@ -79,7 +80,7 @@ def _runs_loop(key_dim: int, value_dim: int) -> Any:
     block, row = BLOCK_TOKENS, PLACES
 
     @njit(nogil=True)
-    def find(sides, starts, head, blocks, spilled, runs):  # type: ignore[no-untyped-def]
+    def find(sides, starts, head, blocks, spilled, nbytes, runs):  # type: ignore[no-untyped-def]
         count = span = 0
         for place in range(len(blocks)):
             token = blocks[place] * block
@@ -93,8 +94,8 @@ def _runs_loop(key_dim: int, value_dim: int) -> Any:
                 if at[row, 0] != 0:
                     keys, values = spilled[place, 0], spilled[place, 1]
                     column = token - blocks[place] * block
-                runs[count, 0] = keys + column * (key_dim * 4)
-                runs[count, 1] = values + column * (value_dim * 4)
+                runs[count, 0] = keys + column * (key_dim * nbytes)
+                runs[count, 1] = values + column * (value_dim * nbytes)
                 runs[count, 2] = place * block + token - blocks[place] * block
                 runs[count, 3] = end - token
                 count, token = count + 1, end
@@ -104,17 +105,35 @@ def _runs_loop(key_dim: int, value_dim: int) -> Any:
 
 
 @cache
+def _floats_loop() -> Any:
+    """Compile the address of float32 keys or values: their own, or that of a converted copy."""
+    from numba import njit
+
+    widen, half_bytes = widen_function(), HALF_BYTES
+
+    @njit(nogil=True)
+    def floats(address, count, nbytes, space):  # type: ignore[no-untyped-def]
+        if nbytes != half_bytes:
+            return address
+        widen((address, space.ctypes.data, count))
+        return np.int64(space.ctypes.data)
+
+    return floats
+
+
+@cache
 def _score_loop(key_dim: int) -> Any:
     """Compile the products of queries with keys of this size, four queries at a time."""
     from numba import carray, float32, njit
 
-    address_of, together = pointer(), FOUR
+    address_of, together, floats = pointer(), FOUR, _floats_loop()
 
     @njit(nogil=True, fastmath=SUMS)
-    def score(queries, runs, scores):  # type: ignore[no-untyped-def]
+    def score(queries, runs, nbytes, space, scores):  # type: ignore[no-untyped-def]
         count = len(queries)
         four = count - count % together
-        for address, _, column, tokens in runs:
+        for place_of_keys, _, column, tokens in runs:
+            address = floats(place_of_keys, tokens * key_dim, nbytes, space)
             keys = carray(address_of(address), (tokens, key_dim), np.float32)
             for token in range(tokens):
                 key, place = keys[token], column + token
@@ -141,11 +160,12 @@ def mix_loop(value_dim: int) -> Any:
     """Compile the sum of weighted values of this size."""
     from numba import carray, njit
 
-    address_of = pointer()
+    address_of, floats = pointer(), _floats_loop()
 
     @njit(nogil=True, fastmath=SUMS)
-    def mix(weights, runs, mixed):  # type: ignore[no-untyped-def]
-        for _, address, column, tokens in runs:
+    def mix(weights, runs, nbytes, space, mixed):  # type: ignore[no-untyped-def]
+        for _, place_of_values, column, tokens in runs:
+            address = floats(place_of_values, tokens * value_dim, nbytes, space)
             held = carray(address_of(address), (tokens, value_dim), np.float32)
             for query in range(len(weights)):
                 own, into = weights[query, column : column + tokens], mixed[query]
@@ -175,18 +195,19 @@ def attend_loop(key_dim: int, value_dim: int) -> Any:
     block, first = BLOCK_TOKENS, FIRST_BLOCKS
 
     @njit(nogil=True)
-    def attend(queries, sides, starts, first_head, chosen, recent, sinks, spilled, mixed):  # type: ignore[no-untyped-def]
+    def attend(queries, sides, starts, first_head, chosen, recent, nbytes, sinks, spilled, mixed):  # type: ignore[no-untyped-def]
         heads, count, _ = queries.shape
         read = first + chosen.shape[1] + (starts[-1] - 1) // block + 1 - recent
         blocks = np.empty(read, np.int64)
         runs = np.empty((len(blocks) + len(starts), 4), np.int64)
         weights = np.empty((count, len(blocks) * block), np.float32)
         totals = np.empty(count, np.float32)
+        space = np.empty(block * max(key_dim, value_dim), np.float32)
         for head in range(heads):
             list_all(chosen[head], recent, blocks)
-            run_count = find(sides, starts, first_head + head, blocks, spilled[head], runs)
+            run_count = find(sides, starts, first_head + head, blocks, spilled[head], nbytes, runs)
             columns = runs[run_count - 1, 2] + runs[run_count - 1, 3]
-            score(queries[head], runs[:run_count], weights)
+            score(queries[head], runs[:run_count], nbytes, space, weights)
             for query in range(count):
                 scores = weights[query, :columns]
                 top = sinks[head, query]
@@ -195,7 +216,7 @@ def attend_loop(key_dim: int, value_dim: int) -> Any:
                 sink = np.exp(sinks[head, query] - top)
                 totals[query] = exp(scores, top) + sink
                 mixed[head, query] *= sink
-            mix(weights, runs[:run_count], mixed[head])
+            mix(weights, runs[:run_count], nbytes, space, mixed[head])
             for query in range(count):  # weights have the sum 1 from here on
                 mixed[head, query] /= totals[query]
 

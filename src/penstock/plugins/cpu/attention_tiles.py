@@ -10,6 +10,7 @@ The functions are written as LLVM IR, for loops that Numba compiles.
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -30,6 +31,12 @@ LOWEST = -87.0
 """Lowest exponent whose power is a normal number."""
 ROUNDER = 1.5 * 2**23
 """Added to a float32, it leaves the nearest integer in the low bits."""
+FLOAT_BYTES, HALF_BYTES = 4, 2
+"""Bytes of a number of keys and values."""
+MOST_HALF = 65_504.0
+"""Largest float16."""
+HAS_FLOAT16 = platform.machine() in ("arm64", "aarch64")
+"""Whether this processor computes with float16; others only convert it, or not even that."""
 MAXIMUM, TOTAL = 0, 1
 """Numbers of a query behind its mixed values."""
 
@@ -58,6 +65,14 @@ _HALVES = [_halves(unit) for unit in (16, 8, 4, 2)]
 
 
 @cache
+def converts_halves() -> bool:
+    """Return whether this processor has instructions to convert float16."""
+    import llvmlite.binding as llvm
+
+    return HAS_FLOAT16 or bool(llvm.get_host_cpu_features().get("f16c"))
+
+
+@cache
 def lane_order(count: int) -> tuple[int, ...]:
     """Return which of 1, 4 or 16 vectors has its sum in each lane; see `sums_of_lanes`."""
     left = [[place] * LANES for place in range(count)]
@@ -77,6 +92,7 @@ class _Vectors:
         self.word, self.int32 = ir.IntType(64), ir.IntType(32)
         self.float, self.bit = ir.FloatType(), ir.IntType(1)
         self.floats, self.ints = (ir.VectorType(x, LANES) for x in (self.float, self.int32))
+        self.halves = ir.VectorType(ir.HalfType(), LANES)
         self._constant, self._vector, self._pointer = ir.Constant, ir.VectorType, ir.PointerType
         self._function = ir.FunctionType
 
@@ -89,11 +105,11 @@ class _Vectors:
     def every_int(self, value: int) -> Any:
         return self._constant(self.ints, [value] * LANES)
 
-    def offset(self, address: Any, numbers: Any) -> Any:
-        """Return the address of a float32 behind another; `numbers` is an int or a value."""
+    def offset(self, address: Any, numbers: Any, nbytes: int = 4) -> Any:
+        """Return the address so many numbers of `nbytes` behind; `numbers` is an int or a value."""
         if isinstance(numbers, int):
-            return self.builder.add(address, self.number(4 * numbers))
-        return self.builder.add(address, self.builder.shl(numbers, self.number(2)))
+            return self.builder.add(address, self.number(nbytes * numbers))
+        return self.builder.add(address, self.builder.mul(numbers, self.number(nbytes)))
 
     def load(self, address: Any, lanes: int = LANES) -> Any:
         """Load a vector; lanes from `lanes` on are 0, and not read."""
@@ -108,6 +124,13 @@ class _Vectors:
         align = self._constant(self.int32, 4)
         return self.builder.call(function, [place, align, mask, self.every(0.0)])
 
+    def load_side(self, address: Any, nbytes: int, lanes: int) -> Any:
+        """Load a vector of keys or values in float32 or, of 2 bytes, whole ones in float16."""
+        if nbytes == FLOAT_BYTES:
+            return self.load(address, lanes)
+        place = self.builder.inttoptr(address, self._pointer(self.halves))
+        return self.builder.fpext(self.builder.load(place, align=2), self.floats)
+
     def load_float(self, address: Any) -> Any:
         place = self.builder.inttoptr(address, self._pointer(self.float))
         return self.builder.load(place, align=4)
@@ -120,15 +143,15 @@ class _Vectors:
         kind = self._vector(self.int32, len(lanes))
         return self.builder.shuffle_vector(value, other, self._constant(kind, list(lanes)))
 
-    def prefetch(self, address: Any, floats: int) -> None:
-        """Request the cache lines of some numbers, `PREFETCHED_BYTES` ahead."""
+    def prefetch(self, address: Any, nbytes: int) -> None:
+        """Request the cache lines of so many bytes, `PREFETCHED_BYTES` ahead."""
         from llvmlite import ir
 
         text = self._pointer(ir.IntType(8))
         arguments = [text, self.int32, self.int32, self.int32]
         function = self._declared("llvm.prefetch.p0", ir.VoidType(), arguments)
         flags = [self._constant(self.int32, flag) for flag in (0, 3, 1)]
-        for ahead in range(0, 4 * floats, 64):
+        for ahead in range(0, nbytes, 64):
             place = self.builder.add(address, self.number(PREFETCHED_BYTES + ahead))
             self.builder.call(function, [self.builder.inttoptr(place, text), *flags])
 
@@ -148,6 +171,13 @@ class _Vectors:
         """Return x y + z, rounded once."""
         function = self._declared("llvm.fma.v16f32", self.floats, [self.floats] * 3)
         return self.builder.call(function, [x, y, z])
+
+    def halved(self, x: Any) -> Any:
+        """Round to float16, the largest numbers to the largest of these."""
+        for sign, most in (("<", MOST_HALF), (">", -MOST_HALF)):
+            bound = self.every(most)
+            x = self.builder.select(self.builder.fcmp_ordered(sign, bound, x), bound, x)
+        return self.builder.fptrunc(x, self.halves)
 
     def greater(self, x: Any, y: Any) -> Any:
         """Return the larger of each lane; NaN where `x` is NaN."""
@@ -230,8 +260,45 @@ def _vector_function(arguments: int, body: Any) -> Any:
 
 
 @cache
-def score_function(key_dim: int) -> Any:
-    """Return a function that multiplies four queries with keys.
+def halve_function() -> Any:
+    """Return a function that rounds float32 to float16.
+
+    Its arguments: addresses of the numbers and of the result, and how many there are, a multiple of
+    `LANES`.
+    """
+
+    def body(of: _Vectors, numbers: Any, result: Any, count: Any) -> None:
+        from numba.core import cgutils
+
+        bounds = of.number(0), count, of.number(LANES), of.word
+        with cgutils.for_range_slice(of.builder, *bounds) as (place, _):
+            rounded = of.halved(of.load(of.offset(numbers, place)))
+            into = of.builder.inttoptr(
+                of.offset(result, place, HALF_BYTES), rounded.type.as_pointer()
+            )
+            of.builder.store(rounded, into, align=HALF_BYTES)
+
+    return _vector_function(3, body)
+
+
+@cache
+def widen_function() -> Any:
+    """Return a function that converts float16 to float32; see `halve_function`."""
+
+    def body(of: _Vectors, numbers: Any, result: Any, count: Any) -> None:
+        from numba.core import cgutils
+
+        bounds = of.number(0), count, of.number(LANES), of.word
+        with cgutils.for_range_slice(of.builder, *bounds) as (place, _):
+            wide = of.load_side(of.offset(numbers, place, HALF_BYTES), HALF_BYTES, LANES)
+            of.store(wide, of.offset(result, place))
+
+    return _vector_function(3, body)
+
+
+@cache
+def score_function(key_dim: int, nbytes: int = FLOAT_BYTES) -> Any:
+    """Return a function that multiplies four queries with keys of `nbytes` a number.
 
     Its arguments: addresses of the queries, (4, padded key_dim) float32, and of the keys, (n,
     key_dim); n; and the address of the first score, in rows of `BLOCK_TOKENS`.
@@ -241,14 +308,14 @@ def score_function(key_dim: int) -> Any:
 
     def body(of: _Vectors, queries: Any, keys: Any, tokens: Any, scores: Any) -> None:
         def products(count: int, token: Any) -> Any:
-            start = of.offset(keys, of.builder.mul(token, of.number(key_dim)))
+            start = of.offset(keys, of.builder.mul(token, of.number(key_dim)), nbytes)
             sums: list[Any] = [None] * (QUERIES * count)
-            of.prefetch(start, count * key_dim)
+            of.prefetch(start, nbytes * count * key_dim)
             for vector in range(vectors):
                 lanes = min(LANES, key_dim - vector * LANES)
+                places = [key * key_dim + vector * LANES for key in range(count)]
                 sides = [
-                    of.load(of.offset(start, key * key_dim + vector * LANES), lanes)
-                    for key in range(count)
+                    of.load_side(of.offset(start, place, nbytes), nbytes, lanes) for place in places
                 ]
                 for query in range(QUERIES):
                     x = of.load(of.offset(queries, query * width + vector * LANES))
@@ -295,26 +362,27 @@ def weigh_function(soft_cap: float) -> Any:
     """Return a function that turns a query's scores of a block into weights.
 
     Its arguments: address of the scores, (BLOCK_TOKENS,); the first visible column of the block,
-    and the end; and the address of the query's maximum and sum, which it writes.
+    the end, and the end of those that are visible besides; and the address of the query's maximum
+    and sum, which it writes.
     """
 
-    def body(of: _Vectors, scores: Any, start: Any, end: Any, totals: Any) -> None:
+    def body(of: _Vectors, scores: Any, start: Any, end: Any, kept: Any, totals: Any) -> None:
         builder = of.builder
         lanes = of.ints([of.int32(lane) for lane in range(LANES)])
-        first, last = (
+        first, last, besides = (
             of.lanes_of(
                 builder.insert_element(of.every_int(0), builder.trunc(x, of.int32), of.int32(0)),
                 of.every_int(0),
                 [0] * LANES,
             )
-            for x in (start, end)
+            for x in (start, end, kept)
         )
         values, masks = [], []
         for place in range(0, BLOCK_TOKENS, LANES):
             columns = builder.add(lanes, of.every_int(place))
-            seen = builder.and_(
-                builder.icmp_signed(">=", columns, first), builder.icmp_signed("<", columns, last)
-            )
+            near = builder.icmp_signed(">=", columns, first)
+            seen = builder.or_(near, builder.icmp_signed("<", columns, besides))
+            seen = builder.and_(seen, builder.icmp_signed("<", columns, last))
             value = of.load(of.offset(scores, place))
             if soft_cap:
                 capped = of.tanh(builder.fmul(value, of.every(1 / soft_cap)))
@@ -336,15 +404,15 @@ def weigh_function(soft_cap: float) -> Any:
         total = of.sums_of_lanes([total])
         of.store(builder.extract_element(total, zero), of.offset(totals, TOTAL))
 
-    return _vector_function(4, body)
+    return _vector_function(5, body)
 
 
 @cache
-def mix_function(value_dim: int) -> Any:
+def mix_function(value_dim: int, nbytes: int = FLOAT_BYTES) -> Any:
     """Return a function that adds four queries' weighted values to their states.
 
     Its arguments: address of the first token's weight, in rows of `BLOCK_TOKENS`; of the values,
-    (n, value_dim) float32; n; and of the states, in rows of `state_floats`.
+    (n, value_dim), of `nbytes` a number; n; and of the states, in rows of `state_floats`.
     """
     width = state_floats(value_dim)
 
@@ -361,10 +429,12 @@ def mix_function(value_dim: int) -> Any:
             sums = [cgutils.alloca_once_value(of.builder, of.load(place)) for place in places]
             with cgutils.for_range(of.builder, tokens) as loop:
                 token = loop.index
-                row = of.offset(values, of.builder.mul(token, of.number(value_dim)))
-                of.prefetch(of.offset(row, first), len(starts) * LANES)
+                row = of.offset(values, of.builder.mul(token, of.number(value_dim)), nbytes)
+                of.prefetch(of.offset(row, first, nbytes), nbytes * len(starts) * LANES)
                 sides = [
-                    of.load(of.offset(row, start), min(LANES, value_dim - start))
+                    of.load_side(
+                        of.offset(row, start, nbytes), nbytes, min(LANES, value_dim - start)
+                    )
                     for start in starts
                 ]
                 of_token = of.offset(weights, token)

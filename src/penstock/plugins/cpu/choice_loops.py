@@ -8,6 +8,7 @@ rounding of the centers' products and of the softmax.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -26,6 +27,7 @@ from penstock.kv.columns import Side
 from penstock.kv.numpy_arrays import Floats, Integers
 from penstock.kv.segment import Segment
 from penstock.plugins.cpu.attending_loops import PLACES, attend_loop, locate_loop
+from penstock.plugins.cpu.attention_tiles import FLOAT_BYTES, LANES, converts_halves
 from penstock.plugins.cpu.center_loops import center_loop
 from penstock.plugins.cpu.choosing_loops import choose_loop
 from penstock.plugins.cpu.compiled import has_numba
@@ -142,18 +144,20 @@ class ChoiceLoops:
         sinks: Sinks | None,
         first_head: int = 0,
         spilled: Addresses | None = None,
+        nbytes: int = FLOAT_BYTES,
     ) -> Floats:
         """Attend to the first, the selected and the recent blocks: (heads, m, value_dim).
 
         Args:
             queries: (heads, m, key_dim), scaled so that e^score is a weight.
-            spans: float32 spans; the last one is the tail, with the new token.
+            spans: spans of one dtype; the last one is the tail, with the new token.
             blocks: sorted indices of the blocks that each head reads, (heads, n).
             recent: index of the first block with recent tokens.
             sinks: additional terms of the softmax.
             first_head: index of the first of the heads.
             spilled: addresses of the keys and values of spilled blocks, in the order of `locate`,
                 (heads, blocks, 2); the caller keeps them alive.
+            nbytes: bytes of a number of the keys and values, see `bytes_of`.
         """
         heads, m, _ = queries.shape
         if spilled is None:
@@ -164,7 +168,7 @@ class ChoiceLoops:
             mixed = sinks.values.copy()
         scores = np.full((heads, m), -np.inf, np.float32) if sinks is None else sinks.scores
         where = spans.sides, spans.starts, first_head, blocks, recent
-        self._attend(queries, *where, scores, spilled, mixed)
+        self._attend(queries, *where, nbytes, scores, spilled, mixed)
         return mixed
 
     def rest(
@@ -211,6 +215,18 @@ def _centers(x: Floats, stop: int, centers: Floats | None) -> Floats:
     return np.zeros((*x.shape[:2], stop - FIRST_BLOCKS), np.float32)
 
 
+def bytes_of(sides: Sequence[mx.array]) -> int:
+    """Return the bytes of a number of keys and values, (..., dim); 0 if loops cannot read them.
+
+    They read float32, and float16 of whole vectors.
+    """
+    (dtype, *others) = {side.dtype for side in sides}
+    if others or dtype not in (mx.float32, mx.float16):
+        return 0
+    whole = all(side.shape[-1] % LANES == 0 for side in sides) and converts_halves()
+    return 0 if dtype == mx.float16 and not whole else dtype.size
+
+
 _NOWHERE = np.zeros(2, np.int64)
 
 
@@ -227,10 +243,10 @@ def side_addresses(array: npt.NDArray[Any] | None) -> Addresses:
 
 
 def segment_addresses(segment: Segment) -> Addresses:
-    """Return the addresses of each layer's float32 keys and values, and of its index.
+    """Return the addresses of each layer's keys and values, and of its index.
 
     Addresses of keys, values, the parts of the index, and the places of spilled blocks, (layers, 7,
-    2), see `side_addresses`; zeros if missing, or in another format. Spilled sides have the
+    2), see `side_addresses`; zeros if missing, or not read by loops. Spilled sides have the
     addresses of their checksums. Valid as long as the segment.
     """
     index = segment.index or (None,) * len(segment.layers)
@@ -244,8 +260,8 @@ def segment_addresses(segment: Segment) -> Addresses:
 def _address(side: Side) -> Addresses:
     if is_spilled(side):
         return side_addresses(np.asarray(side.parts[0])[0])
-    is_float32 = isinstance(side, mx.array) and side.dtype == mx.float32
-    return side_addresses(np.asarray(side)[0] if is_float32 else None)
+    readable = isinstance(side, mx.array) and bytes_of((side,))
+    return side_addresses(np.asarray(side)[0] if readable else None)
 
 
 def _place_address(side: Side) -> Addresses:

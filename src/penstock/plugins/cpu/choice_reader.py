@@ -25,13 +25,14 @@ from penstock.plugins.cpu.center_loops import center_loop
 from penstock.plugins.cpu.choice_loops import (
     ChoiceLoops,
     SpanTable,
+    bytes_of,
     segment_addresses,
     side_addresses,
 )
 
 
 class LoopReader(ChoiceReader):
-    """Selects and reads blocks by compiled loops, if KV is float32.
+    """Selects and reads blocks by compiled loops, if these read the KV as it lies.
 
     Args:
         selection: number of tokens to read.
@@ -85,7 +86,7 @@ class LoopReader(ChoiceReader):
     def _read(
         self, asked: Sequence[_HostQuery], memory: StepMemory
     ) -> Iterable[tuple[_HostQuery, Floats]]:
-        """Read float32 rows; one row per lane, or half of the heads of a single row."""
+        """Read rows, one per lane, or half of the heads of a single row."""
         if not asked:
             return ()
         spans = [_table(one, memory) for one in asked]
@@ -158,15 +159,14 @@ class _HostQuery:
     units: Floats
     """Units of products with these, (kv_heads, m, 1)."""
     tail: Sequence[Floats]
-    """Keys and values of the tail, (kv_heads, tokens, dim) each; empty if they are not float32."""
+    """Keys and values of the tail, (kv_heads, tokens, dim) each; empty if loops cannot read it."""
     sinks: Floats | None
     """Attention sinks in base e, (kv_heads, m)."""
 
     @classmethod
     def of(cls, asked: Asked, queries: Floats, whole: Floats, units: Floats) -> _HostQuery:
         signs = np.stack([whole, 2 * whole], axis=-1).reshape(*whole.shape[:2], -1)
-        is_float32 = all(side.dtype == mx.float32 for side in asked.tail)
-        tail = [np.asarray(side)[0] for side in asked.tail] if is_float32 else []
+        tail = [np.asarray(side)[0] for side in asked.tail] if bytes_of(asked.tail) else []
         sinks = None
         if asked.sinks is not None:
             sinks = np.array(asked.sinks.astype(mx.float32)).reshape(len(queries), -1)
@@ -174,10 +174,16 @@ class _HostQuery:
 
     @property
     def is_readable(self) -> bool:
-        """Whether compiled loops can read it: all of its KV is unquantized float32."""
+        """Whether compiled loops can read it: all of its KV is as in the tail, without a codec."""
         layer = self.asked.layer
         sides = (side for part in self.asked.row.parts for side in part.segment.layers[layer])
-        return bool(self.tail) and all(map(_is_float32, sides))
+        dtype = self.asked.tail[0].dtype
+        return bool(self.tail) and all(_dtype_of(side) == dtype for side in sides)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a number of its KV."""
+        return self.tail[0].itemsize
 
     def all_sinks(self, rest: Rest | None, heads: slice = slice(None)) -> Sinks | None:
         """Return the attention sinks of some KV heads, merged with `rest` if given."""
@@ -187,11 +193,11 @@ class _HostQuery:
         return None if sinks is None else Sinks(sinks)
 
 
-def _is_float32(side: Side) -> bool:
-    """Return whether a side is unquantized float32."""
+def _dtype_of(side: Side) -> mx.Dtype | None:
+    """Return the dtype of a side, also a spilled one; None behind a codec."""
     if isinstance(side, Coded):
-        return isinstance(side.codec, Spilled) and side.codec.dtype == mx.float32
-    return isinstance(side, mx.array) and side.dtype == mx.float32
+        return side.codec.dtype if isinstance(side.codec, Spilled) else None
+    return side.dtype if isinstance(side, mx.array) else None
 
 
 def _table(query: _HostQuery, memory: StepMemory) -> SpanTable:
@@ -261,4 +267,4 @@ class _ChosenBlocks:
         query = self.query
         queries = query.asked.queries[query.heads]
         where = query.spans, self.blocks, query.stop, self.sinks
-        return loops.attend(queries, *where, query.heads.start, spilled)
+        return loops.attend(queries, *where, query.heads.start, spilled, query.asked.nbytes)

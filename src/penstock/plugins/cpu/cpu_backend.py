@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
@@ -27,6 +26,7 @@ from penstock.kv.codecs.coded import Codec, Coded
 from penstock.kv.codecs.turbo import Turbo
 from penstock.kv.numpy_arrays import Booleans, Floats
 from penstock.plugins.cpu import cpu_rows, ordered_attention
+from penstock.plugins.cpu.attention_tiles import HAS_FLOAT16
 from penstock.plugins.cpu.choice_loops import choice_loops
 from penstock.plugins.cpu.choice_reader import LoopReader
 from penstock.plugins.cpu.cpu_layer_decode import CPULayerDecode, RowsRead, RowTails
@@ -63,8 +63,6 @@ LONG_ROW = 4_096
 """Minimum context length from which lanes process a single row faster."""
 INTEGERS = {2: (mx.int16, mx.uint16), 4: (mx.int32, mx.uint32)}
 """Signed and unsigned integer types, by number of bytes."""
-HAS_FLOAT16 = platform.machine() in ("arm64", "aarch64")
-"""Whether MLX computes with float16 on this processor; on others it is only storage."""
 
 # 2^f for f in -0.5..0.5, the minimax polynomial of degree 5 with 2^0 = 1: relative error 1.1e-7.
 _EXP2 = (1.0, 0.69314685, 0.240222347, 0.0555088523, 0.00967192603, 0.00132244622)
@@ -153,10 +151,11 @@ class CPUBackend(MLXBackend):
     ) -> mx.array:
         """See `AttentionBackend`; in slices of queries with `memory.chunk_scores` scores."""
         heads, n, m = queries.shape[1], queries.shape[2], keys.shape[2]
-        nearest = ordered_attention.gapless(attention_window, start + n - 1)
-        if sinks is None and nearest is not None and ordered_attention.keeps_order():
+        if sinks is None and ordered_attention.keeps_order():
+            kept = 0 if columns is None else attention_window.keep
+            first = start + n - m + kept
             ordered = ordered_attention.attend_buffer(
-                queries, keys, values, scale, first=start + n - m, window=nearest
+                queries, keys, values, scale, first=first, kept=kept, window=attention_window
             )
             if ordered is not None:
                 return ordered

@@ -18,10 +18,10 @@ import numpy as np
 from penstock.attention.attention_backend import DecodeStep
 from penstock.attention.chunk_reads import ChunkReads
 from penstock.attention.span_attention import AttentionWindow
+from penstock.kv.columns import Side
 from penstock.kv.numpy_arrays import Floats, Integers
-from penstock.kv.segment import KVSpan
-from penstock.plugins.cpu.attending_loops import PLACES
-from penstock.plugins.cpu.choice_loops import segment_addresses, side_addresses
+from penstock.kv.segment import KVSpan, Segment
+from penstock.plugins.cpu.choice_loops import bytes_of, side_addresses
 from penstock.plugins.cpu.compiled_jobs import team
 from penstock.plugins.cpu.ordered_loops import (
     AttendTable,
@@ -75,13 +75,6 @@ def keeps_order() -> bool:
     return _order.kept
 
 
-def gapless(window: AttentionWindow, position: int) -> AttentionWindow | None:
-    """Return an equivalent window without kept columns up to a position; None if there is none."""
-    if window.sees_all(position):
-        return AttentionWindow()
-    return None if window.keep else window
-
-
 def attend_buffer(
     queries: mx.array,
     keys: mx.array,
@@ -89,33 +82,42 @@ def attend_buffer(
     scale: float,
     *,
     first: int = 0,
+    kept: int = 0,
     window: AttentionWindow = AttentionWindow(),  # noqa: B008
     soft_cap: float = 0.0,
 ) -> mx.array | None:
-    """Attend causally to one buffer; None if it is not float32.
+    """Attend causally to one buffer; None if its numbers are not read in order, see `bytes_of`.
 
     Args:
         queries: (b, heads, n, d), of the last n columns.
         keys: (b, kv_heads, m, d).
         values: (b, kv_heads, m, value_dim).
         scale: scale of the scores.
-        first: position of the first column.
-        window: attention window, without kept columns.
+        first: position of the first column behind the `kept` ones.
+        kept: number of columns of the positions from 0 on, in front of the others.
+        window: attention window.
         soft_cap: logit soft-capping; 0 for none.
     """
-    if not {queries.dtype, keys.dtype, values.dtype} <= {mx.float32}:
+    nbytes = bytes_of((keys, values))
+    if queries.dtype != mx.float32 or not nbytes:
         return None
     rows = _rows(queries, scale)
     b, _, n, _ = queries.shape
     sides = [_with_whole_heads(np.asarray(side)) for side in (keys, values)]
-    columns = keys.shape[2]
-    addresses = [[*side_addresses(sides[0][i]), *side_addresses(sides[1][i])] for i in range(b)]
-    spans = np.array([[*row, columns, first] for row in addresses], np.int64)
+    columns = keys.shape[2] - kept
+    spans = []
+    for row in range(b):
+        addresses = [*side_addresses(sides[0][row]), *side_addresses(sides[1][row])]
+        spans.append([*addresses, kept, 0])
+        for place, side in zip((0, 2), sides, strict=True):
+            addresses[place] += kept * side.strides[2]
+        spans.append([*addresses, columns, first])
     end = first + columns
     seen = np.tile(seen_columns(range(end - n, end), window), (b, 1))
-    mixed = _attend(
-        rows, keys.shape[1], spans, np.arange(b + 1), seen, n, values.shape[-1], soft_cap
-    )
+    loop = ordered_loop(keys.shape[-1], values.shape[-1], soft_cap, nbytes)
+    firsts, dim = np.arange(0, 2 * b + 1, 2), values.shape[-1]
+    by_row = np.array(spans, np.int64)
+    mixed = _attend(rows, keys.shape[1], by_row, firsts, seen, window.keep, n, dim, loop)
     return _as_queries(mixed, queries)
 
 
@@ -135,11 +137,12 @@ def step_plan(step: DecodeStep, layer: int, window: AttentionWindow) -> OrderedR
     """Return the plan of a layer's ordered reads; None if it is not read in order."""
     if step.choosing(layer, window) or step.has_apart(layer):
         return None
-    if not {side.dtype for side in step.tails.layer(layer)} <= {mx.float32}:
+    nbytes = bytes_of(step.tails.layer(layer))
+    if not nbytes:
         return None
     if step_plan not in step.kernel_plans:
-        rows = [(row.parts, row.position, row.held_tokens, row.tail) for row in step.rows]
-        step.kernel_plans[step_plan] = _plan(rows, step.width)
+        rows = [(row.parts, row.position, row.tail) for row in step.rows]
+        step.kernel_plans[step_plan] = _plan(rows, step.width, nbytes)
     return _within(step.kernel_plans[step_plan], window)
 
 
@@ -148,18 +151,19 @@ def chunk_plan(reads: ChunkReads, tokens: int, window: AttentionWindow) -> Order
 
     None if the layer is not read in order, or the chunk is read for calibration.
     """
-    if reads.squares is not None or reads.streams(window, tokens):
+    if reads.squares is not None:
         return None
     if chunk_plan not in reads.plans:
-        held = sum(part.columns for part in reads.parts)
-        reads.plans[chunk_plan] = _plan([(reads.parts, reads.offset, held, 0)], tokens)
+        nbytes = (reads.dtype or mx.float32).size
+        reads.plans[chunk_plan] = _plan([(reads.parts, reads.offset, 0)], tokens, nbytes)
     return _within(reads.plans[chunk_plan], window)
 
 
 def _within(plan: OrderedReads | None, window: AttentionWindow) -> OrderedReads | None:
     """Return a plan with the window of a layer; None if there is none."""
-    nearest = None if plan is None else gapless(window, max(plan.positions))
-    return None if plan is None or nearest is None else replace(plan, window=nearest)
+    if plan is None or window.sees_all(max(plan.positions)):
+        return plan
+    return replace(plan, window=window)
 
 
 def tail_addresses(step: DecodeStep, layer: int) -> list[list[int]]:
@@ -186,7 +190,9 @@ def _attend_tails(
         for row in step.rows
     ]
     seen, dim = seen_columns(plan.positions, plan.window), tails[1].shape[-1]
-    return _attend(rows, tails[0].shape[1], spans, plan.firsts, seen, step.width, dim)
+    loop = ordered_loop(tails[0].shape[-1], dim, nbytes=tails[0].itemsize)
+    heads, kept = tails[0].shape[1], plan.window.keep
+    return _attend(rows, heads, spans, plan.firsts, seen, kept, step.width, dim, loop)
 
 
 def seen_columns(positions: Sequence[int], window: AttentionWindow) -> Integers:
@@ -195,34 +201,54 @@ def seen_columns(positions: Sequence[int], window: AttentionWindow) -> Integers:
 
 
 def _plan(
-    rows: Sequence[tuple[Sequence[KVSpan], int, int, int]], width: int
+    rows: Sequence[tuple[Sequence[KVSpan], int, int]], width: int, nbytes: int
 ) -> OrderedReads | None:
     """Return what rows read without a window; None if a span is coded, spilled or incomplete.
 
     Args:
-        rows: spans of each row, position of its first new token, tokens in the spans, and tokens
-            between these and the new ones.
+        rows: spans of each row, position of its first new token, and number of tokens between the
+            spans and it.
         width: number of new tokens per row.
+        nbytes: bytes of a number of the keys and values.
     """
     spans: list[Integers] = []
     firsts: list[int] = [0]
     positions: list[int] = []
     layers = max((len(part.segment.layers) for parts, *_ in rows for part in parts), default=1)
-    for parts, position, held, tail in rows:
-        if held + tail != position:
-            return None
-        column = 0
+    for parts, position, tail in rows:
         for part in parts:
-            sides = part.segment.derived(segment_addresses)
-            if part.segment.missing or sides[:, PLACES].any() or not sides[:, :2, 0].all():
+            if part.segment.missing:
                 return None
-            counted = np.tile([part.columns, column], (layers, 1))
-            spans.append(np.concatenate([sides[:, :2].reshape(layers, 4), counted], axis=1))
-            column += part.columns
-        spans.append(np.tile([0, 0, 0, 0, tail + width, column], (layers, 1)))
+            sides = part.segment.derived(plain_addresses)
+            if (sides[:, NUMBER_BYTES] != nbytes).any():
+                return None
+            counted = np.tile([part.columns, part.start], (layers, 1))
+            spans.append(np.concatenate([sides[:, :NUMBER_BYTES], counted], axis=1))
+        spans.append(np.tile([0, 0, 0, 0, tail + width, position - tail], (layers, 1)))
         firsts.append(len(spans))
         positions += range(position, position + width)
     return OrderedReads(np.stack(spans, axis=1), np.array(firsts), positions, AttentionWindow())
+
+
+NUMBER_BYTES = 4
+"""Place of the bytes of a number in `plain_addresses`."""
+
+
+def plain_addresses(segment: Segment) -> Integers:
+    """Return where each layer's uncoded keys and values are, (layers, 5).
+
+    Address of the first key, bytes between heads, the same of the values, and bytes of a number; 0
+    for what is not read in order. Valid as long as the segment.
+    """
+    return np.array([_plain_layer(*layer) for layer in segment.layers], np.int64).reshape(-1, 5)
+
+
+def _plain_layer(keys: Side, values: Side) -> list[int]:
+    if not (isinstance(keys, mx.array) and isinstance(values, mx.array)):
+        return [0] * 5
+    nbytes = bytes_of((keys, values))
+    sides = [np.asarray(side)[0] if nbytes else None for side in (keys, values)]
+    return [*side_addresses(sides[0]), *side_addresses(sides[1]), nbytes]
 
 
 def _rows(queries: mx.array, scale: float) -> Floats:
@@ -249,9 +275,10 @@ def _attend(
     spans: Integers,
     firsts: Integers,
     seen: Integers,
+    kept: int,
     width: int,
     value_dim: int,
-    soft_cap: float = 0.0,
+    loop: int,
 ) -> Floats:
     """Run the loop on all threads; arrays are contiguous."""
     rows, heads, dim = queries.shape
@@ -261,7 +288,7 @@ def _attend(
     (table,) = attend_tables(spans[None], firsts, rows, width)
     table[AttendTable.QUERIES] = queries.ctypes.data
     table[AttendTable.HEADS], table[AttendTable.KV_HEADS] = heads, kv_heads
-    table[AttendTable.SEEN] = seen.ctypes.data
+    table[AttendTable.SEEN], table[AttendTable.KEPT] = seen.ctypes.data, kept
     table[AttendTable.MIXED], table[AttendTable.SPACE] = mixed.ctypes.data, space.ctypes.data
-    threads.run(ordered_loop(dim, value_dim, soft_cap), table)
+    threads.run(loop, table)
     return mixed

@@ -11,6 +11,7 @@ import numpy as np
 from penstock.kv.numpy_arrays import Integers
 from penstock.plugins.cpu.attention_tiles import (
     BLOCK_TOKENS,
+    FLOAT_BYTES,
     MAXIMUM,
     QUERIES,
     TOTAL,
@@ -62,6 +63,8 @@ class AttendTable(IntEnum):
     """(rows, heads, value_dim) float32: the result."""
     SPACE = 14
     """Space for `space_floats` float32."""
+    KEPT = 15
+    """Number of first columns that every row sees."""
 
 
 ATTEND_WORDS = len(AttendTable)
@@ -97,34 +100,37 @@ def space_floats(key_dim: int, value_dim: int, threads: int) -> int:
 
 
 @cache
-def ordered_loop(key_dim: int, value_dim: int, soft_cap: float = 0.0) -> int:
+def ordered_loop(
+    key_dim: int, value_dim: int, soft_cap: float = 0.0, nbytes: int = FLOAT_BYTES
+) -> int:
     """Compile attention for keys and values of these sizes; return the job's address.
 
     Args:
         key_dim: size of a key.
         value_dim: size of a value.
         soft_cap: logit soft-capping, soft_cap x tanh(score / soft_cap); 0 for none.
+        nbytes: bytes of a number: 4 of float32; 2 of float16, for whole vectors, see `LANES`.
     """
     return function_address(
-        f"attend {key_dim} {value_dim} {soft_cap}",
-        partial(_compile_ordered, key_dim, value_dim, soft_cap),
+        f"attend {key_dim} {value_dim} {soft_cap} {nbytes}",
+        partial(_compile_ordered, key_dim, value_dim, soft_cap, nbytes),
     )
 
 
-def _compile_ordered(key_dim: int, value_dim: int, soft_cap: float) -> Any:
+def _compile_ordered(key_dim: int, value_dim: int, soft_cap: float, nbytes: int) -> Any:
     from numba import carray, cfunc, njit, types
 
-    score, weigh = score_function(key_dim), weigh_function(soft_cap)
-    mix, merge = mix_function(value_dim), merge_function(value_dim)
+    score, weigh = score_function(key_dim, nbytes), weigh_function(soft_cap)
+    mix, merge = mix_function(value_dim, nbytes), merge_function(value_dim)
     table_of, address_of, words, wait = table_at(), pointer(), ATTEND_WORDS, barrier()
     block_tokens, together, most_queries = BLOCK_TOKENS, QUERIES, QUERIES_OF_ITEM
-    key_bytes, value_bytes, key_width = 4 * key_dim, 4 * value_dim, padded(key_dim)
+    key_bytes, value_bytes, key_width = nbytes * key_dim, nbytes * value_dim, padded(key_dim)
     state_width, value_width = state_floats(value_dim), padded(value_dim)
     maximum, of_total = value_width + MAXIMUM, value_width + TOTAL
     state_bytes, nothing = 4 * state_width, np.float32(UNSEEN)
     wave, items_of_thread, seen_bytes = BLOCKS_OF_WAVE, ITEMS_OF_THREAD, 4 * SEEN_FLOATS
     (THREADS, _, _, OF_QUERIES, ROWS, HEADS, KV_HEADS, SPANS, SPAN_COUNT, FIRSTS, SEQUENCES, SEEN,
-     WIDTH, MIXED, SPACE) = map(int, AttendTable)  # fmt: skip
+     WIDTH, MIXED, SPACE, KEPT) = map(int, AttendTable)  # fmt: skip
 
     # Methods of arrays, and assignments of one to another, would need Numba at run time.
     @njit(nogil=True)
@@ -149,7 +155,7 @@ def _compile_ordered(key_dim: int, value_dim: int, soft_cap: float) -> Any:
         numbers[:, maximum] = nothing
 
     @njit(nogil=True)
-    def attend_block(queries, seen, spans, span, end, key_head, block, weights, state):  # type: ignore[no-untyped-def]
+    def attend_block(queries, seen, kept, spans, span, end, key_head, block, weights, state):  # type: ignore[no-untyped-def]
         """Write four queries' states of a block; `state` is empty before.
 
         Return the span from which to search for the next block.
@@ -172,6 +178,7 @@ def _compile_ordered(key_dim: int, value_dim: int, soft_cap: float) -> Any:
                     weights + 4 * query * block_tokens,
                     max(seen[query, 0] - first, 0),
                     seen[query, 1] - first,
+                    max(kept - first, 0),
                     state + query * state_bytes + 4 * maximum,
                 )
             )
@@ -218,6 +225,14 @@ def _compile_ordered(key_dim: int, value_dim: int, soft_cap: float) -> Any:
                 into[number] = states[place, number] / total
 
     @njit(nogil=True)
+    def sees_nothing(seen, kept, block):  # type: ignore[no-untyped-def]
+        """Return whether queries see no column of a block."""
+        column = block * block_tokens
+        if last_seen(seen) <= column:
+            return True
+        return first_seen(seen) >= column + block_tokens and kept <= column
+
+    @njit(nogil=True)
     def attend_item(table, spans, firsts, item, space, seen):  # type: ignore[no-untyped-def]
         """Attend with up to `QUERIES_OF_ITEM` queries of a sequence and key head."""
         kv_heads = table[KV_HEADS]
@@ -233,20 +248,20 @@ def _compile_ordered(key_dim: int, value_dim: int, soft_cap: float) -> Any:
         own = weights + 4 * together * block_tokens
         clear(states, groups * together)
         seen = seen[: groups * together]
-        begin = first_seen(seen) // block_tokens
+        kept = table[KEPT]
+        begin = 0 if kept > 0 else first_seen(seen) // block_tokens
         blocks = (last_seen(seen) + block_tokens - 1) // block_tokens
         span, end = firsts[sequence], firsts[sequence + 1]
         for block in range(begin, blocks):
             following = span
             for group in range(groups):
                 visible = seen[group * together : (group + 1) * together]
-                column = block * block_tokens
-                if last_seen(visible) <= column or first_seen(visible) >= column + block_tokens:
+                if sees_nothing(visible, kept, block):
                     continue
                 clear(own, together)
                 following = attend_block(
-                    space + 4 * group * together * key_width, visible, spans, span, end, key_head,
-                    block, weights, own,
+                    space + 4 * group * together * key_width, visible, kept, spans, span, end,
+                    key_head, block, weights, own,
                 )  # fmt: skip
                 for query in range(together):
                     into = states + (group * together + query) * state_bytes
@@ -277,13 +292,12 @@ def _compile_ordered(key_dim: int, value_dim: int, soft_cap: float) -> Any:
                 key_head, sequence = unit // groups % kv_heads, unit // groups // kv_heads
                 count = min(together, queries - first)
                 take_queries(table, sequence, key_head, first, count, space, visible)
-                column = block * block_tokens
                 state = shared + number * together * state_bytes
                 clear(state, together)
-                if last_seen(visible) <= column or first_seen(visible) >= column + block_tokens:
+                if sees_nothing(visible, table[KEPT], block):
                     continue
-                attend_block(space, visible, spans, firsts[sequence], firsts[sequence + 1],
-                             key_head, block, weights, state)  # fmt: skip
+                attend_block(space, visible, table[KEPT], spans, firsts[sequence],
+                             firsts[sequence + 1], key_head, block, weights, state)  # fmt: skip
             waited = wait(address, thread_count, waited)
             for unit in range(thread, units, thread_count):
                 into = states + unit // thread_count * together * state_bytes

@@ -169,6 +169,7 @@ class PackedDecoderLayer(PackedModule):
         self._attention_module = sys.modules[type(attention).__module__]
         self._soft_cap = float(getattr(attention, "attn_logit_softcapping", 0))
         self._parts = parts
+        self.exact = exact
         self._together: tuple[LayersTogether, int] | None = None
         for name in [key for key in attention if key in (*form.before, O_PROJ, *NORMS)]:
             attention.pop(name)

@@ -173,7 +173,8 @@ class LayersTogether:
             window: seen_columns(positions, window)
             for window in {plan.window for plan in noted.plans}
         }
-        buffers = self._chunk_buffers(noted, width) if is_chunk else _tail_buffers(noted)
+        dtype = _kv_dtype(noted.reads[0])
+        buffers = self._chunk_buffers(noted, width, dtype) if is_chunk else _tail_buffers(noted)
         spans, new_places = _spans_and_places(noted, buffers, width)
         before, behind = self._part_tables(count, rows, places, angles)
         append = self._append[:count].copy()
@@ -181,18 +182,22 @@ class LayersTogether:
         append[:, AppendTable.SIDES] = places["sides"]
         append[:, AppendTable.QUERIES] = places["queries"]
         append[:, AppendTable.PLACES] = _addresses(new_places)
+        append[:, AppendTable.NUMBER_BYTES] = dtype.size
         attend = attend_tables(spans, noted.plans[0].firsts, rows, width)
         attend[:, AttendTable.QUERIES] = places["queries"]
         attend[:, AttendTable.HEADS] = append[:, AppendTable.HEADS]
         attend[:, AttendTable.KV_HEADS] = append[:, AppendTable.KV_HEADS]
         attend[:, AttendTable.SEEN] = [seen[plan.window].ctypes.data for plan in noted.plans]
+        attend[:, AttendTable.KEPT] = [plan.window.keep for plan in noted.plans]
         attend[:, AttendTable.MIXED] = places["mixed"]
         attend[:, AttendTable.SPACE] = places["attention"]
 
         jobs = np.empty((count, JOBS_OF_LAYER, 2), np.int64)
         jobs[:, 0, 0], jobs[:, 3, 0] = np.array(self._functions[:count]).T
         jobs[:, 1, 0] = append_loop()
-        jobs[:, 2, 0] = [ordered_loop(*part.dims) for part in self._parts[:count]]
+        jobs[:, 2, 0] = [
+            ordered_loop(*part.dims, nbytes=dtype.size) for part in self._parts[:count]
+        ]
         for number, table in enumerate((before, append, attend, behind)):
             threads.prepare(table)
             jobs[:, number, 1] = _addresses(table)
@@ -205,19 +210,20 @@ class LayersTogether:
         threads.run(program_loop(), program)
         return mx.array(into).reshape(x.shape)
 
-    def _chunk_buffers(self, noted: _Noted, width: int) -> _NewTokens:
+    def _chunk_buffers(self, noted: _Noted, width: int, dtype: mx.Dtype) -> _NewTokens:
         """Give the layers of a chunk arrays for its keys and values."""
         sides: list[list[mx.array]] = []
         for reads, part in zip(noted.reads, self._parts, strict=False):
             assert isinstance(reads, ChunkReads)
             shapes = [(1, part.heads[1], width, dim) for dim in part.dims]
-            sides.append([mx.zeros(shape, mx.float32) for shape in shapes])
+            sides.append([mx.zeros(shape, dtype) for shape in shapes])
             reads.keys, reads.values = sides[-1]
         mx.eval(sides)
         firsts = [
             [np.asarray(side).__array_interface__["data"][0] for side in layer] for layer in sides
         ]
-        token_bytes = np.array([[4 * side.shape[3] for side in layer] for layer in sides])[:, None]
+        dims = np.array([[side.shape[3] for side in layer] for layer in sides])
+        token_bytes = dtype.size * dims[:, None]
         return _NewTokens(
             np.array(firsts)[:, None], width * token_bytes, token_bytes, np.zeros(1, np.int64)
         )
@@ -278,6 +284,13 @@ class LayersTogether:
                 angles = None if rotation is None else rotation.angles(positions)
                 known[rotation] = angles if angles is not None and angles.size else None
         return [known[part.rotation] for part in self._parts[:count]]
+
+
+def _kv_dtype(reads: DecodeReads | ChunkReads) -> mx.Dtype:
+    """Return the dtype of the keys and values that a layer keeps."""
+    if isinstance(reads, DecodeReads):
+        return reads.step.tails.shapes[reads.layer].dtype
+    return reads.dtype or mx.float32
 
 
 def _tail_buffers(noted: _Noted) -> _NewTokens:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from penstock.memory import ModelSpec
 from penstock.models.weight_packer import Packing
+from penstock.plugins.cpu.attention_tiles import LANES, converts_halves
 from penstock.plugins.cpu.compiled_jobs import board_loops
 from penstock.plugins.cpu.packed_experts import are_experts, packed_experts
 from penstock.plugins.cpu.packed_layers import (
@@ -32,6 +34,14 @@ from penstock.plugins.cpu.packed_products import packed_bytes as bytes_of
 if find_spec("numba") is None:
     raise ModuleNotFoundError("No module named 'numba'", name="numba")
 board_loops()
+
+
+PACKED = ("affine", "mxfp4")
+"""Quantization modes whose codes are multiplied."""
+TOGETHER = frozenset(
+    {"llama", "mistral", "smollm3", "qwen2", "qwen3", "granite", "phi3", "gemma3_text"}
+)
+"""Model types of mlx-lm whose layers are all computed together."""
 
 
 def takes(module: nn.Module) -> bool:
@@ -67,6 +77,31 @@ def pack(model: nn.Module, *, exact: bool) -> None:
         compute_together(layers)
     _pack_each(model, lambda _, module: takes(module), exact=exact)
     mx.eval(model.parameters())  # type: ignore[no-untyped-call]
+
+
+def kv_dtype(model: nn.Module) -> mx.Dtype | None:
+    """See `WeightPacker`; float16 if all layers attend together, with activations in 16 bits.
+
+    Keys and values then have a relative error of 2^-12, and activations one of 2^-16.
+    """
+    layers = getattr(model, "layers", None) or []
+    return mx.float16 if _in_turn(model) == [layers] and all(map(_halves, layers)) else None
+
+
+def planned_kv_dtype(spec: ModelSpec, config: Mapping[str, Any]) -> str | None:
+    """See `WeightPacker`."""
+    dims = {dim for layer in spec.layers for dim in (layer.key_dim, layer.value_dim)}
+    whole = all(dim % LANES == 0 for dim in dims) and converts_halves()
+    # Settings of single layers may leave some in half precision, which are not packed.
+    quantization = config.get("quantization") or {}
+    alike = all(value is not False for value in quantization.values())
+    packs = alike and quantization.get("mode", "affine") in PACKED
+    return "float16" if packs and whole and spec.model_type in TOGETHER else None
+
+
+def _halves(layer: PackedDecoderLayer) -> bool:
+    whole = all(dim % LANES == 0 for dim in layer.parts.dims)
+    return whole and not layer.exact and converts_halves()
 
 
 def _is_in_layer(name: str) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 from penstock.attention.selection.choice_blocks import BLOCK_TOKENS, FIRST_BLOCKS, HALF_NOISE
 from penstock.kv.codecs.turbo import STEPS
 from penstock.plugins.cpu.attending_loops import mix_loop
+from penstock.plugins.cpu.attention_tiles import FLOAT_BYTES
 from penstock.plugins.cpu.choosing_loops import fill_loop, sum_loop
 from penstock.plugins.cpu.compiled import exp_loop, half_bits_loop, pointer
 from penstock.plugins.cpu.sign_products import HIDDEN, LANE_BITS, LANES
@@ -132,7 +133,7 @@ def rest_loop(words: int, value_words: int) -> Any:
     meet, widen = _meet_loop(words, value_words), _widen_loop(value_words)
     lanes, block, first = LANES, BLOCK_TOKENS, FIRST_BLOCKS
     most, dim = BLOCKS_AT_ONCE * BLOCK_TOKENS, CODES * value_words
-    noise, bias = float32(HALF_NOISE), float32(2.0**112)
+    noise, bias, float_bytes = float32(HALF_NOISE), float32(2.0**112), FLOAT_BYTES
     infinite = float32(2.0**16)  # what the bits of an infinite float16 are by then
 
     @njit(nogil=True)
@@ -154,6 +155,7 @@ def rest_loop(words: int, value_words: int) -> Any:
         sizes, runs = bits.view(np.float32), np.empty((most, 3), np.int64)
         blocks = np.empty(most // block, np.int64)
         wide, one = np.empty((block, dim), np.float32), np.empty((1, 4), np.int64)
+        nothing = np.empty(0, np.float32)
         one[0, 1] = wide.ctypes.data
         for head in range(heads):
             fill(tables, x[head], units[head])
@@ -179,6 +181,6 @@ def rest_loop(words: int, value_words: int) -> Any:
                 for number in range(count):
                     widen(runs[number, 0], runs[number, 2], wide)
                     one[0, 2:] = runs[number, 1:]
-                    mix(weights, one, mixed[head])
+                    mix(weights, one, float_bytes, nothing, mixed[head])
 
     return rest

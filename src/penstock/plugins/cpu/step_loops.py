@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.plugins.cpu.attention_tiles import HALF_BYTES, halve_function
 from penstock.plugins.cpu.compiled import pointer
 from penstock.plugins.cpu.compiled_cache import function_address
 from penstock.plugins.cpu.compiled_jobs import array_at, barrier, call, table_at
@@ -35,6 +36,8 @@ class AppendTable(IntEnum):
     """(rows, heads, key_dim) float32: the scaled queries."""
     PLACES = 14
     """(rows, 4): address of a row's first key, bytes between heads, the same of its values."""
+    NUMBER_BYTES = 15
+    """Bytes of a number of the keys and values written: 4 of float32, 2 of float16."""
 
 
 APPEND_WORDS = len(AppendTable)
@@ -65,10 +68,16 @@ def _compile_append() -> Any:
 
     array, table_of, address_of, words = array_at(), table_at(), pointer(), APPEND_WORDS
     (THREADS, _, _, ROWS, SIDES, STRIDE, KEYS, VALUES, HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, SCALE,
-     QUERIES, PLACES) = map(int, AppendTable)  # fmt: skip
+     QUERIES, PLACES, NUMBER_BYTES) = map(int, AppendTable)  # fmt: skip
+    halve, half_bytes = halve_function(), HALF_BYTES
 
     @njit(nogil=True)
-    def copy_heads(row, heads, dim, address, head_bytes):  # type: ignore[no-untyped-def]
+    def copy_heads(from_address, heads, dim, address, head_bytes, nbytes):  # type: ignore[no-untyped-def]
+        if nbytes == half_bytes:
+            for head in range(heads):
+                halve((from_address + 4 * head * dim, address + head * head_bytes, dim))
+            return
+        row = array(from_address, 1, heads * dim)[0]
         for head in range(heads):
             into = array(address + head * head_bytes, 1, dim)[0]
             for place in range(dim):  # an assignment of arrays can fail, and allocates then
@@ -84,10 +93,11 @@ def _compile_append() -> Any:
         for row in range(thread, rows, table[THREADS]):
             for number in range(queries.shape[1]):
                 queries[row, number] = sides[row, number] * scale
-            copy_heads(sides[row, table[KEYS] :], kv_heads, table[KEY_DIM], places[row, 0],
-                       places[row, 1])  # fmt: skip
-            copy_heads(sides[row, table[VALUES] :], kv_heads, table[VALUE_DIM], places[row, 2],
-                       places[row, 3])  # fmt: skip
+            of_row = table[SIDES] + 4 * row * table[STRIDE]
+            copy_heads(of_row + 4 * table[KEYS], kv_heads, table[KEY_DIM], places[row, 0],
+                       places[row, 1], table[NUMBER_BYTES])  # fmt: skip
+            copy_heads(of_row + 4 * table[VALUES], kv_heads, table[VALUE_DIM], places[row, 2],
+                       places[row, 3], table[NUMBER_BYTES])  # fmt: skip
 
     return cfunc(types.void(types.int64, types.int64))(append)
 
