@@ -61,7 +61,7 @@ class ChunkReads(Reads):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Keep the chunk's keys and values, (1, kv_heads, n, dim), rounded; and return them."""
-        if self.dtype is not None:
+        if self.dtype is not None and keys.dtype != self.dtype:
             keys, values = keys.astype(self.dtype), values.astype(self.dtype)
         self.keys, self.values = mx.contiguous(keys), mx.contiguous(values)
         # All of the layers before is computed with them: what they had joined is let go.

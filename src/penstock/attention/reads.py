@@ -89,7 +89,8 @@ class DecodeReads(Reads):
         """
         step = self.step
         dtype = step.tails.shapes[self.layer].dtype
-        keys, values = keys.astype(dtype), values.astype(dtype)
+        if keys.dtype != dtype:
+            keys, values = keys.astype(dtype), values.astype(dtype)
         if step.aligned:
             first = step.rows[0]
             step.tails.write_block(self.layer, first.slot, first.tail, keys, values)

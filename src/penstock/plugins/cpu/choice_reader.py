@@ -177,8 +177,7 @@ class _HostQuery:
         """Whether compiled loops can read it: all of its KV is as in the tail, without a codec."""
         layer = self.asked.layer
         sides = (side for part in self.asked.row.parts for side in part.segment.layers[layer])
-        dtype = self.asked.tail[0].dtype
-        return bool(self.tail) and all(_dtype_of(side) == dtype for side in sides)
+        return bool(self.tail) and {self.asked.tail[0].dtype}.issuperset(map(_dtype_of, sides))
 
     @property
     def nbytes(self) -> int:
