@@ -16,6 +16,7 @@ def test_defaults_are_greedy_and_plain() -> None:
     assert request.sampling.plain
     assert request.model_dump() == {
         "prompt": (1, 2),
+        "spans": (),
         "max_tokens": 512,
         "goes_on": False,
         "sampling": {

@@ -35,6 +35,8 @@ class DecodeRow:
     prefill."""
     proposed: int = 0
     """Number of proposed tokens to verify; columns of the step after those are ignored."""
+    shift: int = 0
+    """Position of the new token in the model, less the number of tokens before it."""
 
     @property
     def held_tokens(self) -> int:

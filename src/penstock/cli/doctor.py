@@ -230,6 +230,8 @@ def _add_fit(rows: list[tuple[str, str]], fit: FitnessReport) -> None:
     rows.append(("model", f"{fit.model} ({fit.model_type})"))
     rows.append(("  source", f"{fit.source}: {fit.source_why}"))
     rows.append(("  layers", ", ".join(map(str, fit.layers))))
+    if fit.images is not None:
+        rows.append(("  images", fit.images))
     rows.append(("  KV", f"{counted(fit.kv_bytes_per_token, 'byte')} a token"))
     for form, error in fit.codes_errors.items():
         rows.append((f"  {form}", f"held in MLX's nearest codes: error {error:.2%} of the weights"))

@@ -18,6 +18,7 @@ from penstock.extensions import extension
 from penstock.kv.tails import token_bytes
 from penstock.memory import LayerKind
 from penstock.models import mlx_lm as seam
+from penstock.models.image_reader import image_reader
 from penstock.models.mlx_lm import Loaded
 from penstock.models.model_files import open_model_file
 from penstock.models.weight_packer import PackedParts, kv_dtype
@@ -89,6 +90,8 @@ class FitnessReport:
     """Whether the self-test ran out of time before trying all implementations."""
     packed: PackedParts | None = None
     """Modules that multiply quantized codes directly; None if there are none."""
+    images: str | None = None
+    """Whether images are read, and why not; None for a model without a vision tower."""
     attend_halves_from: int | None = None
     """Sequence length from which `--attend-tokens 1024` halves a decode step's bytes, or None."""
 
@@ -122,6 +125,7 @@ def try_model(name: str, loaded: Loaded) -> FitnessReport:
             modules=(),
             codes_errors=_codes_errors(name, loaded),
             packed=PackedParts.of(loaded.model),
+            images=_images(loaded),
         )
     fitness = runner.fitness
     kernels, choice = extension("kernels"), None
@@ -140,6 +144,7 @@ def try_model(name: str, loaded: Loaded) -> FitnessReport:
         modules=fitness.modules,
         codes_errors=_codes_errors(name, loaded),
         packed=PackedParts.of(loaded.model),
+        images=_images(loaded),
         attention=AttentionTiming.all_of(choice),
         kernels_off=why_off,
         kernels_do_not_read=() if choice is None else tuple(choice.unread),
@@ -163,6 +168,17 @@ def halves_from(runner: Runner) -> int | None:
     if kv <= 2 * index:
         return None
     return -(-(weights + 2 * ATTEND_TOKENS * kv) // (kv - 2 * index))
+
+
+def _images(loaded: Loaded) -> str | None:
+    """Return whether a model reads images, or why it does not; None if it has no tower."""
+    if image_reader(loaded.model) is not None:
+        return "read"
+    if "vision_config" not in loaded.config:
+        return None
+    if loaded.source.name == "mlx-lm":
+        return "left out: mlx-lm reads text alone; --model-source mlx-vlm may read them"
+    return "left out: docs/images.md has the families whose images are read"
 
 
 def _codes_errors(name: str, loaded: Loaded) -> dict[str, float]:

@@ -156,6 +156,13 @@ class ServerSettings(Settings):
             unset="by the chat template",
         ),
     ] = None
+    allow_remote_images: Annotated[
+        bool,
+        Setting(
+            "Fetch images that requests name by an http or https address; private addresses are "
+            "refused. Images in data URLs are read without it."
+        ),
+    ] = False
     request_timeout_seconds: Annotated[
         float,
         Field(gt=0.0, allow_inf_nan=False),

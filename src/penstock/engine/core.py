@@ -222,6 +222,7 @@ class Core(EngineParts):
                 self.admission.finish(sequence, lambda s: s.end("cancelled"))
             else:
                 self.admission.fail(sequence, error)
+        self.features.close()
         self.draft.close()
         self.stores.close()
         self.budget.close()

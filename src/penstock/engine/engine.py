@@ -32,6 +32,7 @@ from penstock.engine.text_calls import (
 from penstock.engine.view import EngineView
 from penstock.errors import EngineStopped, SettingError
 from penstock.kv.checks import loaded_model
+from penstock.models.image_reader import ImageReader, image_reader
 from penstock.models.template_renderer import TemplateRenderer
 from penstock.prefix.explanation import Explanation
 
@@ -338,6 +339,12 @@ class Engine:
         """Whether the current step or call has taken longer than `STEP_SECONDS`."""
         return self._thread.is_alive() and time.monotonic() - self._begun_at > STEP_SECONDS
 
+    @property
+    def image_reader(self) -> ImageReader | None:
+        """The model's reader of images; None if this engine takes text alone."""
+        core = self._core
+        return image_reader(core.runner.model) if core.group.size == 1 else None
+
     def close(self) -> None:
         """Cancel open requests, free all memory and end the thread. Idempotent."""
         if self._closing:
@@ -456,7 +463,7 @@ def _enqueue(core: Core, handles: Sequence[Handle]) -> Explanation | None:
         raise
     first = handles[0].request
     try:
-        return core.view.explain(first.prompt, first.salt, block_hashes=block_hashes[0])
+        return core.view.explain(first.keyed_prompt, first.salt, block_hashes=block_hashes[0])
     # A boundary: an explanation may fail, an answer may not.
     except Exception as error:
         logger.error("explaining a prompt failed: %s", type(error).__name__)

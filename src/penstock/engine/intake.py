@@ -14,6 +14,7 @@ from penstock.engine.model.min_tokens import MinTokens
 from penstock.engine.model.prompt_logprobs import PromptLogprobs
 from penstock.engine.model.reasoning import BehindReasoning, ReasoningLimit
 from penstock.engine.model.sampling import NO_RULE, Rule, TokenSampler
+from penstock.engine.model.span_inputs import Inputs, SpanFeatures
 from penstock.engine.model.text_decoding import TokensOnly
 from penstock.engine.offload.tier_group import TierGroup
 from penstock.engine.request import Request
@@ -44,6 +45,7 @@ class Intake:
         scheduler: Scheduler[Sequence],
         admission: Admission,
         budget: MemoryBudget,
+        features: SpanFeatures,
         clock: Callable[[], float],
     ) -> None:
         self.text = text
@@ -58,6 +60,7 @@ class Intake:
         self._scheduler = scheduler
         self._admission = admission
         self._budget = budget
+        self._features = features
         self._clock = clock
 
     def enqueue(self, handle: Handle) -> list[bytes]:
@@ -80,13 +83,17 @@ class Intake:
         samplers = self._samplers(handle)
         # One answer's sequence reads the logits of the prompt that all of them have.
         handle.prompt_logprobs = logprobs = self._prompt_logprobs(request)
-        first = self._sequence(handle, 0, samplers[0], list(request.prompt), [], logprobs)
+        inputs = self._features.inputs_of(request)
+        keyed = list(request.keyed_prompt)
+        first = self._sequence(handle, 0, samplers[0], keyed, [], inputs[0], logprobs)
         first.kv.hash_blocks()
         self._budget.check_fits(first)
         self._admission.make_queue_room(first.owners, request.n)
         # They share tokens and hashes until they are admitted.
         others = [
-            self._sequence(handle, choice, sampler, first.tokens, first.block_hashes)
+            self._sequence(
+                handle, choice, sampler, first.tokens, first.block_hashes, inputs[choice]
+            )
             for choice, sampler in enumerate(samplers[1:], 1)
         ]
         sequences = [first, *others]
@@ -197,6 +204,7 @@ class Intake:
         sampler: TokenSampler,
         tokens: list[int],
         block_hashes: list[bytes],
+        inputs: Inputs,
         prompt_logprobs: PromptLogprobs | None = None,
     ) -> Sequence:
         request = handle.request
@@ -211,6 +219,7 @@ class Intake:
             sampler=sampler,
             text=self.text.stream(request),
             owners=self._owners(request, choice),
+            inputs=inputs,
             priority=request.priority,
             deadline_seconds=deadline,
             kv=SequenceKV(

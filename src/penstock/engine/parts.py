@@ -14,6 +14,7 @@ from penstock.engine.draft.draft_parts import open_draft
 from penstock.engine.foundation import lay_foundation, too_small
 from penstock.engine.intake import Intake
 from penstock.engine.memory_pressure import MemoryPressure
+from penstock.engine.model.span_inputs import open_features
 from penstock.engine.model.text_decoding import text_of
 from penstock.engine.planner import StepPlanner
 from penstock.engine.postprocess import Postprocessor
@@ -73,6 +74,9 @@ class EngineParts:
         self.prefill_rate = PrefillRate(token_seconds, self.limits.step_tokens)
         self.stores, self.tiers = open_stores(base, fingerprint, self.prefill_rate)
         self.counters, self.prefixes = self.stores.counters, self.stores.prefixes
+        alone = self.group.size == 1  # a request to other ranks is sent as tokens
+        self.features = open_features(model, self.prefixes, alone=alone)
+        base.beside.last.append(self.features)
         self.draft = open_draft(draft, self.tokenizer, base, self.stores)
         scheduling = make_scheduling(base, self.stores, self.tiers, self.draft.fixed_bytes)
         self.budget, self.scheduler = scheduling.budget, scheduling.scheduler
@@ -85,6 +89,7 @@ class EngineParts:
             self.admission,
             self.restoring,
             self.pressure,
+            self.features,
             prefill_rate=self.prefill_rate,
             max_stall_ms=self.limits.max_stall_ms,
             whole_blocks=self.stores.whole_blocks,
@@ -115,6 +120,7 @@ class EngineParts:
             scheduler=self.scheduler,
             admission=self.admission,
             budget=self.budget,
+            features=self.features,
             clock=self.clock,
         )
         self.view = EngineView(
@@ -128,4 +134,5 @@ class EngineParts:
             estimator=self.estimator,
             decode=self.text.decoded,
             draft=self.draft,
+            count_features=self.features.recount,
         )

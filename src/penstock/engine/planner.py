@@ -7,12 +7,14 @@ time out ──> evict under pressure ──> grow, preempt ──> take in rest
 from __future__ import annotations
 
 from penstock.engine.memory_pressure import MemoryPressure
+from penstock.engine.model.span_inputs import SpanFeatures
 from penstock.engine.prefill_rate import PrefillRate
 from penstock.engine.schedule.admission import Admission
 from penstock.engine.schedule.restoring import Restoring
-from penstock.engine.schedule.scheduler import Scheduler, StepPlan
+from penstock.engine.schedule.scheduler import Scheduler, State, StepPlan
 from penstock.engine.schedule.sequence import Sequence
 from penstock.engine.schedule.step_time import ALONE_SECONDS, StepTime
+from penstock.errors import PenstockError
 
 
 class StepPlanner:
@@ -30,6 +32,7 @@ class StepPlanner:
         admission: Admission,
         restoring: Restoring,
         pressure: MemoryPressure,
+        features: SpanFeatures,
         *,
         prefill_rate: PrefillRate,
         max_stall_ms: int,
@@ -39,6 +42,7 @@ class StepPlanner:
         self._admission = admission
         self._restoring = restoring
         self._pressure = pressure
+        self._features = features
         time = StepTime(
             max_stall_ms / 1_000,
             prefill_rate,
@@ -58,4 +62,18 @@ class StepPlanner:
         self._admission.admit()
         self._admission.catch_up()
         self._restoring.begin()
-        return self._scheduler.plan(self.time)
+        self._look_ahead()
+        plan = self._scheduler.plan(self.time)
+        if not (plan.decode or plan.prefill):
+            self._features.wait()
+        return plan
+
+    def _look_ahead(self) -> None:
+        """Find out whose inputs for the next chunk are there, and have the others computed."""
+        self._features.collect()
+        for sequence in self._scheduler.sequences(State.PREFILLING):
+            start = sequence.position
+            try:
+                sequence.ready = sequence.inputs.ready(start, start + self._scheduler.budget_tokens)
+            except PenstockError as error:
+                self._admission.fail(sequence, error)

@@ -93,7 +93,8 @@ class Postprocessor:
             busy = self._exchange(part) or busy
         # A sequence whose restore ends just now goes on in the next step.
         restoring = bool(self._scheduler.sequences(State.RESTORING))
-        return self._tiers.work(busy=busy) or busy or restoring
+        waiting = not all(s.ready for s in self._scheduler.sequences(State.PREFILLING))
+        return self._tiers.work(busy=busy) or busy or restoring or waiting
 
     # ---- decoded
 

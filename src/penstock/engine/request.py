@@ -10,6 +10,7 @@ import os
 import re
 import reprlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from uuid import uuid4
 
@@ -17,6 +18,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from penstock.config import MAX_TOKENS, Settings
 from penstock.errors import PenstockError, SettingError
+from penstock.models.input_spans import InputSpan, with_keys
 
 __all__ = [
     "Event",
@@ -146,6 +148,8 @@ class Request(_RequestSettings):
     """
 
     prompt: tuple[TokenId, ...] = Field(min_length=1)
+    spans: tuple[InputSpan, ...] = ()
+    """Parts of the prompt that stand for something else than their tokens, in order."""
     max_tokens: int = Field(default=MAX_TOKENS, ge=0, lt=2**31)
     """Maximum tokens of each answer; 0 only computes the prompt."""
     sampling: Sampling = Sampling()
@@ -225,6 +229,24 @@ class Request(_RequestSettings):
         if self.min_tokens and self.reasoning is not None:
             raise ValueError("min_tokens and a reasoning budget cannot be combined")
         return self
+
+    @model_validator(mode="after")
+    def _spans_in_prompt(self) -> Request:
+        end = 0
+        for span in self.spans:
+            if span.start < end or not span.tokens:
+                raise ValueError(f"spans: one of {span.tokens} tokens at {span.start} is misplaced")
+            end = span.end
+        if self.spans and end >= len(self.prompt):
+            raise ValueError("spans: the prompt must end with tokens of its own")
+        if self.spans and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs cannot be combined with inputs that are no tokens")
+        return self
+
+    @cached_property
+    def keyed_prompt(self) -> tuple[int, ...]:
+        """Prompt by which KV is found: with words of the spans' keys in place of their tokens."""
+        return with_keys(self.prompt, self.spans)
 
     @property
     def tenant(self) -> str:

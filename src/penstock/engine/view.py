@@ -71,6 +71,7 @@ class EngineView:
 
     Args:
         count_weights: counts the bytes of the model's weights.
+        count_features: counts the bytes of inputs that are no tokens.
         decode: returns the text of tokens; empty without a tokenizer.
     """
 
@@ -87,8 +88,10 @@ class EngineView:
         estimator: MemoryEstimator,
         decode: Callable[[Sequence[int]], str],
         draft: Draft | NoDraft,
+        count_features: Callable[[], int],
     ) -> None:
         self.limits = limits
+        self._count_features = count_features
         self._draft = draft
         self._count_weights = count_weights
         self._stores = stores
@@ -338,5 +341,6 @@ class EngineView:
             draft=self._draft.used_bytes,
             reading=self._tiers.paid_bytes,
             scored=self._stores.scored.recount(),
+            features=self._count_features(),
         )
         self._admission.check()

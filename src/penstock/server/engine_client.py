@@ -13,6 +13,7 @@ from penstock.config import EngineSettings
 from penstock.engine.handle import Handle
 from penstock.engine.request import Request
 from penstock.engine.stats import Cleared, Stats
+from penstock.models.image_reader import ImageReader
 from penstock.prefix.explanation import Explanation
 from penstock.prefix.node import NodeView
 
@@ -45,6 +46,10 @@ class EngineClient(Protocol):
     def alive(self) -> bool: ...
     @property
     def hangs(self) -> bool: ...
+    @property
+    def image_reader(self) -> ImageReader | None:
+        """The model's reader of images; None if it takes text alone."""
+
     def open(self, request: Request) -> Handle: ...
 
     def enqueue(self, handles: Sequence[Handle]) -> Future[Explanation | None]:

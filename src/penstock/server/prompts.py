@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Event
 from typing import Any, TypeAlias
 
@@ -16,11 +16,13 @@ from penstock.engine.model.text import TextStream
 from penstock.engine.request import ReasoningBudget
 from penstock.errors import PenstockError
 from penstock.models.byte_level import detokenizer_of, token_bytes
+from penstock.models.image_reader import ImageReader
 from penstock.models.mlx_lm import rendered_text
 from penstock.models.template_renderer import TemplateOverrun, TemplateRefusal, TemplateRenderer
 from penstock.server.access import salt_for
 from penstock.server.half_pairs import whole_pairs
 from penstock.server.history import fit
+from penstock.server.images import Images, PromptTokens, is_image
 from penstock.server.parsing.formats import HARMONY, NONE, AnswerFormat, answer_format, check_names
 from penstock.server.parsing.hermes import HERMES
 from penstock.server.pieces import FairLock, PieceEncoder
@@ -74,6 +76,7 @@ class Prompts:
         tool_parser: name of the call format; None detects it from the template.
         reasoning_parser: name of the reasoning marks; None detects them from the template.
         refuses_tools: whether to reject tools if the template does not render them.
+        images: the model's reader of images; None if it takes text alone.
     """
 
     def __init__(
@@ -86,7 +89,9 @@ class Prompts:
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
         refuses_tools: bool = False,
+        images: ImageReader | None = None,
     ) -> None:
+        self.images = images
         self.tokenizer = tokenizer
         self._answers = answers
         self._parsers = tool_parser, reasoning_parser
@@ -125,11 +130,16 @@ class Prompts:
         answer: bool = True,
         salt: str = "",
         **template_args: Any,
-    ) -> tuple[int, ...]:
+    ) -> PromptTokens:
         """Render and tokenize a conversation; BadRequest if a message is invalid."""
-        flat = self._flat(messages)
-        rendered = self._templated(flat, tools, answer, template_args)
-        return self._some(self._remembering(rendered, tools, salt), "messages")
+        images = self._new_images()
+        flat = self._flat(messages, images)
+        rendered = self._templated(flat, tools, answer, template_args, images)
+        tokens = self._some(self._remembering(rendered, tools, salt), "messages")
+        return PromptTokens.of(tokens, [] if images is None else images.spans(tokens))
+
+    def _new_images(self) -> Images | None:
+        return None if self.images is None else Images(self.images)
 
     def described_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> list[str]:
         if not tools or self.traits.tools:
@@ -144,9 +154,10 @@ class Prompts:
         answer: bool = True,
         **template_args: Any,
     ) -> str:
-        return self._templated(self._flat(messages), tools, answer, template_args)
+        images = self._new_images()
+        return self._templated(self._flat(messages, images), tools, answer, template_args, images)
 
-    def _flat(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def _flat(self, messages: Sequence[Message], images: Images | None) -> list[dict[str, Any]]:
         if not messages:
             raise BadRequest("messages must not be empty", param="messages", code="invalid_value")
         if not self.tokenizer.has_chat_template:
@@ -156,9 +167,13 @@ class Prompts:
                 param="messages",
             )
         last = last_user(messages)
-        return [
-            _plain(message, f"messages.{i}", strict=i == last) for i, message in enumerate(messages)
+        flat = [
+            _plain(message, f"messages.{i}", strict=i == last, images=images)
+            for i, message in enumerate(messages)
         ]
+        if images is not None:
+            images.check_fetched()
+        return flat
 
     def _templated(
         self,
@@ -166,6 +181,7 @@ class Prompts:
         tools: Sequence[Mapping[str, Any]] | None,
         answer: bool,
         template_args: dict[str, Any],
+        images: Images | None,
     ) -> str:
         for name in ("return_dict", "return_tensors", "add_generation_prompt", "tokenize"):
             template_args.pop(name, None)
@@ -179,16 +195,19 @@ class Prompts:
         fitting = fit(self.traits, flat, tools)
         MENDED.set(fitting.mended)
         stop = STOP.get()
+        render = partial(
+            rendered_text,
+            self.tokenizer,
+            renderer=self._renderer,
+            tools=fitting.tools,
+            answer=answer,
+            gone=lambda: stop is not None and stop.is_set(),
+            template_args=template_args,
+        )
         try:
-            return rendered_text(
-                self.tokenizer,
-                fitting.messages,
-                self._renderer,
-                tools=fitting.tools,
-                answer=answer,
-                gone=lambda: stop is not None and stop.is_set(),
-                template_args=template_args,
-            )
+            if images is None or not images.placed:
+                return render(fitting.messages)
+            return self._with_images(render, fitting.messages, images)
         except TemplateRefusal as error:
             raise BadRequest(
                 f"the model's chat template refuses these messages: {error}",
@@ -197,6 +216,18 @@ class Prompts:
             ) from error
         except TemplateOverrun as error:
             raise BadRequest(str(error), param="messages", code="invalid_value") from None
+
+    def _with_images(
+        self, render: Callable[..., str], messages: Sequence[Message], images: Images
+    ) -> str:
+        """Render images as the template does, or in the places of their signs if it knows none."""
+        parts = images.in_parts(messages)
+        if parts is not None:
+            with suppress(TemplateRefusal):
+                rendered = images.in_markers(render(parts))
+                if rendered is not None:
+                    return rendered
+        return images.in_text(render(messages))
 
     def start_renderer(self) -> None:
         if self.tokenizer is not None and self.tokenizer.has_chat_template:
@@ -377,8 +408,8 @@ def left_out(kind: str) -> str:
     return f"[{words} left out]"
 
 
-def flatten(content: Any, where: str, *, strict: bool = True) -> str:
-    """Return a message's text; unless `strict`, placeholders replace other content parts."""
+def flatten(content: Any, where: str, *, strict: bool = True, images: Images | None = None) -> str:
+    """Return a message's text, with signs of `images`; unless `strict`, placeholders for others."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -394,6 +425,9 @@ def flatten(content: Any, where: str, *, strict: bool = True) -> str:
         if not isinstance(part, Mapping):
             raise BadRequest(f"{place} must be an object", param=place)
         kind = part.get("type")
+        if images is not None and is_image(part):
+            texts.append(_image_text(part, place, images, strict=strict))
+            continue
         if kind not in TEXT_PARTS:
             if not strict and isinstance(kind, str):
                 check_text(kind, f"{place}.type")
@@ -401,7 +435,7 @@ def flatten(content: Any, where: str, *, strict: bool = True) -> str:
                 continue
             raise BadRequest(
                 f"{place}: content of type {str(kind)[:40]!r} cannot be read; this server reads "
-                "text only",
+                f"{'text only' if images is None else 'text and images'}",
                 param=place,
                 code="unsupported_content",
             )
@@ -411,6 +445,16 @@ def flatten(content: Any, where: str, *, strict: bool = True) -> str:
         check_text(text, f"{place}.text")
         texts.append(text)
     return "".join(texts)
+
+
+def _image_text(part: Message, place: str, images: Images, *, strict: bool) -> str:
+    """Return the sign of an image, or a placeholder for one that cannot be read in history."""
+    try:
+        return images.sign(part, place)
+    except BadRequest:
+        if strict:
+            raise
+        return left_out(str(part.get("type")))
 
 
 def check_text(text: str, where: str) -> None:
@@ -425,10 +469,11 @@ def check_text(text: str, where: str) -> None:
         ) from None
 
 
-def _plain(message: Message, where: str, *, strict: bool) -> dict[str, Any]:
+def _plain(message: Message, where: str, *, strict: bool, images: Images | None) -> dict[str, Any]:
     """Normalize a message for templates: content as text, call arguments as an object."""
     plain = {name: value for name, value in message.items() if value is not None}
-    plain["content"] = flatten(message.get("content"), f"{where}.content", strict=strict)
+    content, place = message.get("content"), f"{where}.content"
+    plain["content"] = flatten(content, place, strict=strict, images=images)
     if plain.get("role") == "developer":  # OpenAI's newer name; templates drop or refuse it
         plain["role"] = "system"
     if calls := message.get("tool_calls"):

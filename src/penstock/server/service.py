@@ -16,17 +16,19 @@ from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from penstock.config import MAX_TOKENS, SAMPLED, ServerSettings
 from penstock.engine.handle import Handle
 from penstock.engine.request import Request, Sampling
 from penstock.errors import EngineStopped, PenstockError, SettingError
+from penstock.models.image_reader import ImageError
 from penstock.plurals import counted
 from penstock.prefix.explanation import Explanation
 from penstock.server.access import CLIENT, KEY_HOLDER, Access, KeyHolder
 from penstock.server.active_request import ActiveRequest
 from penstock.server.engine_client import EngineClient, EngineState
+from penstock.server.images import FETCHED, ImagesToFetch
 from penstock.server.problems import BadRequest, PromptTooLong, ShuttingDown
 from penstock.server.prompt_memory import HOLD, TOKEN_BYTES, PromptMemory, pool_bytes
 from penstock.server.prompts import Prompts
@@ -44,6 +46,7 @@ ARRIVED: ContextVar[float | None] = ContextVar("arrived", default=None)
 """Time at which the current request had fully arrived, in seconds of `time.monotonic`."""
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Service:
@@ -91,7 +94,6 @@ class Service:
         self._wakes = False
         self.workers = Workers(self.max_queue)
         self.workers.short.submit(self.prompts.start_renderer)
-        self.work = self.workers.read
         self.aside = self.workers.use_disk
 
     def _make_prompts(self) -> Prompts:
@@ -103,6 +105,7 @@ class Service:
             tool_parser=self.settings.tool_parser,
             reasoning_parser=self.settings.reasoning_parser,
             refuses_tools=self.settings.tools_without_template == "refuse",
+            images=self.engine.image_reader,
         )
         _ = prompts.traits
         return prompts
@@ -110,6 +113,17 @@ class Service:
     @property
     def alive(self) -> bool:
         return self.engine.alive
+
+    async def work(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a function that reads a prompt in a worker; fetch its images first if need be."""
+        fetched: dict[str, bytes | ImageError] = {}
+        FETCHED.set(fetched if self.settings.allow_remote_images else None)
+        while True:
+            try:
+                return await self.workers.read(call, *args, **kwargs)
+            except ImagesToFetch as missing:
+                for url in missing.urls:
+                    fetched[url] = await self.workers.fetch(url, self.settings.max_body_bytes)
 
     async def open(self, request: Request, label: str) -> ActiveRequest:
         """Submit a request; use as `async with await service.open(...)`. Raises like `open_all`."""
@@ -185,7 +199,7 @@ class Service:
         request, used = answering.handles[0].request, answering.usage()
         try:
             held_tokens = await self.ask(
-                lambda view: view.held_tokens(request.prompt, request.salt)
+                lambda view: view.held_tokens(request.keyed_prompt, request.salt)
             )
         except PenstockError:  # the engine has stopped meanwhile: its cache is gone
             return 0

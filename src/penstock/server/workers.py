@@ -13,12 +13,15 @@ from threading import Event as ThreadEvent
 from typing import ParamSpec, TypeVar
 
 from penstock.engine.model.grammar_trials import one_request
+from penstock.models.image_reader import ImageError
 from penstock.server.access import CLIENT
 from penstock.server.problems import ServerError
 from penstock.server.prompt_memory import HOLD
 from penstock.server.prompts import STOP
+from penstock.server.remote_images import fetch
 
 DISK_THREADS = 2
+FETCH_THREADS = 4
 LONG_BYTES = 65_536
 """Body size from which requests use a separate thread, so that they do not delay short ones."""
 
@@ -99,6 +102,7 @@ class Workers:
         self.short = FairThread("penstock-prompts")
         self.long = FairThread("penstock-long-prompts")
         self.compiling = FairThread("penstock-grammars")
+        self._fetching = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="penstock-fetches")
         self._disk = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="penstock-sessions")
 
     @property
@@ -148,6 +152,17 @@ class Workers:
             if not self._pending[client]:
                 del self._pending[client]
 
+    async def fetch(self, url: str, most_bytes: int) -> bytes | ImageError:
+        """Fetch an image from a public address; return the error if that fails."""
+
+        def fetched() -> bytes | ImageError:
+            try:
+                return fetch(url, most_bytes)
+            except ImageError as error:
+                return error
+
+        return await asyncio.get_running_loop().run_in_executor(self._fetching, fetched)
+
     async def use_disk(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._disk, call)
 
@@ -155,3 +170,4 @@ class Workers:
         for worker in (self.short, self.long, self.compiling):
             worker.close()
         self._disk.shutdown(wait=False, cancel_futures=True)
+        self._fetching.shutdown(wait=False, cancel_futures=True)

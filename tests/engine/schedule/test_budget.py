@@ -369,7 +369,7 @@ def test_check_detects_unaccounted_bytes() -> None:
 
     def check() -> None:
         tails: Any = Pool()
-        made.check([answer], tails, weights=100_000, draft=0, reading=0, scored=0)
+        made.check([answer], tails, weights=100_000, draft=0, reading=0, scored=0, features=0)
 
     check()
     lost = made._ledger.reserve(Kind.TAILS, 1)

@@ -67,6 +67,7 @@ class Item:
     remaining_tokens: int = 0
     position: int = 0
     next_block_hash: bytes | None = None
+    ready: bool = True
     served_tokens: int = 0
     generated_tokens: int = 0
     state: State = State.WAITING
@@ -528,6 +529,18 @@ def test_only_one_of_equal_prompts_is_prefilled() -> None:
     for job in (1, 2):
         get_on(scheduler, job, position=576, left=64, next_block_hash=None)
     assert shares(scheduler.plan()) == {1: 64, 2: 64, 7: 64}
+
+
+def test_sequence_that_is_not_ready_is_passed_over() -> None:
+    """Also as the first of equal prompts: another one is prefilled for all."""
+    scheduler = make()
+    equal = [item(i, left=640, next_block_hash=b"a", ready=i > 0) for i in range(2)]
+    admitted(scheduler, *equal)
+    assert shares(scheduler.plan()) == {1: 512}
+    equal[1].ready = False
+    assert shares(scheduler.plan()) == {}
+    equal[0].ready = True
+    assert shares(scheduler.plan()) == {0: 512}
 
 
 def test_plan_is_pure() -> None:

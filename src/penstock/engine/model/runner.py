@@ -6,7 +6,7 @@ Used by the thread that owns the arrays; independent of requests, the prefix tre
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,7 @@ channels."""
 SCALES_POSITIONS = 256
 """Range of calibration positions if the model's context length is unknown."""
 SCALES_CHUNK = 64
+NO_ARGUMENTS: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,7 @@ class Runner:
         self.device = device
         mx.eval(model.parameters())
         self.layout = seam.layout(model)
+        self._spans: Any = getattr(model, "span_reader", None)
         modules = attach(model)
         self.ranks = ranks
         self.heads = query_heads(model) // (1 if seam.is_stage(model) else ranks)
@@ -266,8 +268,9 @@ class Runner:
             else None
         )
         caches, kept = self.layout.caches(decode_reads(step, self.attention_windows), states)
+        more = self._arguments(rows, len(tokens[0]))
         with decoding(self.device):
-            logits = self.model(mx.array([list(new) for new in tokens]), cache=caches)
+            logits = self.model(mx.array([list(new) for new in tokens]), cache=caches, **more)
         left = unpinned(seam.states_of(kept))
         return DecodeOutput(logits, [RecurrentState(left, row) for row in range(len(rows))])
 
@@ -277,8 +280,11 @@ class Runner:
         parts: Sequence[KVSpan],
         position: int,
         recurrent_state: RecurrentState | None = None,
+        arguments: Mapping[str, Any] = NO_ARGUMENTS,
     ) -> PrefillOutput:
-        return self.chunk(tokens, parts, position, recurrent_state, self.fitness.way)
+        """Prefill tokens of one sequence; `arguments` are further ones of the model."""
+        way = self.fitness.way
+        return self.chunk(tokens, parts, position, recurrent_state, way, arguments=arguments)
 
     def read(
         self,
@@ -336,6 +342,8 @@ class Runner:
         recurrent_state: RecurrentState | None,
         way: Way,
         squares: Sequence[Squares] = (),
+        *,
+        arguments: Mapping[str, Any] = NO_ARGUMENTS,
     ) -> PrefillOutput:
         """Prefill tokens of one sequence on an attention path; `prefill` uses the tested one."""
         reads = self._chunk_reads(parts, position, way)
@@ -345,7 +353,7 @@ class Runner:
         caches, kept = self.layout.caches(reads, _row(recurrent_state), position)
         # Its logits are not kept, which would keep all that they are computed from.
         with without_logits():
-            self.model(mx.array([list(tokens)]), cache=caches)
+            self.model(mx.array([list(tokens)]), cache=caches, **arguments)
         return self._left(reads, kept, len(tokens), position)
 
     def _chunk_reads(
@@ -408,7 +416,7 @@ class Runner:
     ) -> tuple[mx.array, States]:
         reads = self._joined_reads(row.parts, row.position, (tails, row.slot, row.tail))
         caches, kept = self.layout.caches(reads, _row(recurrent_state), row.position)
-        logits = self.last_logits([[token]], caches)
+        logits = self.last_logits([[token]], caches, self._arguments([row], 1))
         if not self.layout.compresses:
             if seam.is_stage(self.model):  # what goes to and fro keeps the rows' order
                 mx.eval(logits)
@@ -420,10 +428,23 @@ class Runner:
         zeros = {name: mx.zeros(shape, dtype) for name, shape, dtype in self.state_form.arrays}
         return RecurrentState(self.state_form.states(zeros))
 
-    def last_logits(self, tokens: list[list[int]], caches: list[Any]) -> mx.array:
+    def last_logits(
+        self,
+        tokens: list[list[int]],
+        caches: list[Any],
+        arguments: Mapping[str, Any] = NO_ARGUMENTS,
+    ) -> mx.array:
         """Return the logits of the last tokens, (b, vocabulary)."""
-        logits: mx.array = self.model(mx.array(tokens), cache=caches)[:, -1]
+        logits: mx.array = self.model(mx.array(tokens), cache=caches, **arguments)[:, -1]
         return logits
+
+    def _arguments(self, rows: Sequence[DecodeRow], width: int) -> Mapping[str, Any]:
+        """Return further arguments of the model for a step of rows, where positions are shifted."""
+        if self._spans is None or not any(row.shift for row in rows):
+            return NO_ARGUMENTS
+        positions = [row.position + row.shift for row in rows]
+        arguments: Mapping[str, Any] = self._spans.step_arguments(positions, width)
+        return arguments
 
 
 def _row(recurrent_state: RecurrentState | None) -> States | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -227,7 +228,7 @@ class ModelExecutor:
 
     def _read(self, sequence: Sequence, count: int, *, captures: bool) -> PrefillPass:
         start, state = sequence.position, sequence.kv.recurrent_state
-        tokens = sequence.tokens[start : start + count]
+        tokens = sequence.inputs.tokens(sequence.tokens, start, start + count)
         started = time.perf_counter()
         for attempt in (1, 2):
             try:
@@ -244,13 +245,14 @@ class ModelExecutor:
         return PrefillPass(sequence, count, started, error=failed)
 
     def _compute(
-        self, sequence: Sequence, tokens: list[int], start: int, state: RecurrentState | None
+        self, sequence: Sequence, tokens: Items[int], start: int, state: RecurrentState | None
     ) -> tuple[PrefillOutput, Scores | None]:
         """Compute prompt tokens, and the log-probabilities of their successors if requested."""
         spans, logprobs = sequence.kv.spans(), sequence.kv.prompt_logprobs
         end = start + len(tokens)
         if logprobs is None or end <= logprobs.read_positions:
-            return self._runner.prefill(tokens, spans, start, state), None
+            arguments = sequence.inputs.arguments(tokens, start)
+            return self._runner.prefill(tokens, spans, start, state, arguments), None
         logits, chunk = self._runner.read(tokens, spans, start, state)
         return chunk, score(logits, logprobs.targets(start, end), logprobs.top)
 

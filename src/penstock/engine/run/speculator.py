@@ -166,7 +166,7 @@ class Speculator:
             if not speculation.proposers:
                 speculation.proposers = self._proposers(sequence)
                 speculation.expect(DRAFTED, self._draft_share.value)
-            proposal = speculation.propose(sequence.kv.tokens, limit)
+            proposal = self._known(speculation.propose(sequence.kv.tokens, limit))
             if len(proposal.tokens) > limit:
                 proposal = Proposal(proposal.tokens[:limit], proposal.agreement)
             return _allowed(sequence.sampler.constraint, proposal, limit)
@@ -174,6 +174,13 @@ class Speculator:
         except Exception:  # noqa: BLE001
             self._note_fault()
             return NOTHING
+
+    def _known(self, proposal: Proposal) -> Proposal:
+        """Return the part of a proposal up to the first word of a key, which is no token."""
+        size = self._stores.figures.vocabulary_size
+        unknown = (i for i, token in enumerate(proposal.tokens) if token >= size)
+        first = next(unknown, None)
+        return proposal if first is None else Proposal(proposal.tokens[:first], proposal.agreement)
 
     def _note_fault(self) -> None:
         logger.warning("proposing tokens failed; the step continues without them", exc_info=True)

@@ -333,5 +333,6 @@ class Admission:
         if sequence.draft_kv is not None:
             sequence.draft_kv.release()
             sequence.draft_kv = None
+        sequence.inputs.release()
         sequence.kv.detach()
         self._budget.release(sequence, self.sequences.values())

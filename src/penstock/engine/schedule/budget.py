@@ -244,6 +244,7 @@ class MemoryBudget:
         draft: int,
         reading: int,
         scored: int,
+        features: int,
     ) -> None:
         """Raise AssertionError if the ledger differs from a recount of the bytes in use."""
         reserved = [(s.kv.reservation, s.step_reservation) for s in sequences]
@@ -259,6 +260,7 @@ class MemoryBudget:
                 Kind.BUFFERS: buffers + self._copies_bytes,
                 Kind.PROMPTS: self._prompts.nbytes + scored,
                 Kind.GRAMMARS: self._grammars.nbytes,
+                Kind.FEATURES: features,
             }
         )
         pool = self._aside.pool.nbytes

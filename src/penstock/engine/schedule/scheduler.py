@@ -94,6 +94,10 @@ class SchedulerSequence(Sharer, Protocol):
     def next_block_hash(self) -> bytes | None:
         """Hash of the block at which the next chunk starts; None if it cannot be shared."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether its next chunk can be computed."""
+
 
 T = TypeVar("T", bound=SchedulerSequence)
 
@@ -458,6 +462,8 @@ class Scheduler(Generic[T]):
         restored = self.restoring_hashes()
         for sequence in placed:
             if sequence.state is not State.PREFILLING or not sequence.remaining_tokens:
+                continue
+            if not sequence.ready:
                 continue
             block_hash = sequence.next_block_hash
             if block_hash in restored:

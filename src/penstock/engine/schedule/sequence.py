@@ -10,6 +10,7 @@ from penstock.attention.attention_plan import DecodeRow
 from penstock.engine.handle import Handle, notify
 from penstock.engine.model.proposals import Speculation
 from penstock.engine.model.sampling import SampledToken, TokenSampler, without_frames
+from penstock.engine.model.span_inputs import TOKENS_ONLY, Inputs
 from penstock.engine.model.text import TextStream
 from penstock.engine.offload.engine_tier import Restore
 from penstock.engine.offload.tier_group import TierLookup
@@ -44,6 +45,10 @@ class Sequence:
     priority: int
     deadline_seconds: float | None
     """Latest end of the answer, in seconds on the engine's clock; None for no limit."""
+    inputs: Inputs = TOKENS_ONLY
+    """Inputs of the model for its tokens."""
+    ready: bool = True
+    """Whether the model's inputs for its next chunk are there."""
     state: State = State.WAITING
     """State, written only by the scheduler."""
     served_tokens: int = 0
@@ -156,7 +161,9 @@ class Sequence:
         """Return the row of the decode batch for the next token."""
         kv = self.kv
         assert kv.slot is not None
-        return DecodeRow(kv.spans(), kv.position, kv.slot, kv.tail, self.follows_prompt)
+        shift = self.inputs.shift
+        follows = self.follows_prompt
+        return DecodeRow(kv.spans(), kv.position, kv.slot, kv.tail, follows, shift=shift)
 
     def note_prompt(self) -> None:
         if self.choice == 0:

@@ -1,11 +1,12 @@
 """The only module that imports mlx-vlm: its language models, with the interface of mlx-lm's.
 
-`tests/vlm/test_contract_mlx_vlm.py` tests its assumptions. Text only: weights for images and audio
-are never read.
+`tests/vlm/test_contract_mlx_vlm.py` tests its assumptions. Weights for images are kept where
+`vlm_images` reads them; those for audio and video never are.
 """
 
 from __future__ import annotations
 
+import logging
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from penstock.models.mlx_lm import (
     TokenizerWrapper,
     read_text_side,
 )
+from penstock.models.source import first_line
 from penstock.open_files import unchanged_limit
 from penstock.plugins.vlm.vlm_caches import split_all
 
@@ -30,8 +32,11 @@ with unchanged_limit():
     import mlx_vlm.utils
     from mlx_vlm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+    from penstock.plugins.vlm.vlm_images import FAMILIES, VlmImages, tower_of
+
+logger = logging.getLogger(__name__)
 SWITCHES[QuantizedSwitchLinear] = SwitchLinear
-POSITIONS = {"_position_ids": None, "_rope_deltas": mx.zeros((1, 1), mx.int32)}
+POSITIONS = {"_position_ids": None, "_rope_deltas": mx.array([[0]])}
 """Attributes in which models with images keep the positions of their last prompt, by the value for
 text of any sequence."""
 
@@ -39,17 +44,27 @@ text of any sequence."""
 class TextModel(nn.Module):
     """A language model of mlx-vlm with the interface of mlx-lm's models."""
 
+    span_reader: VlmImages | None = None
+    image_reader: VlmImages | None = None
+
     def __init__(self, language_model: Any, arguments: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.language_model = language_model
         self.args = arguments
         self._kept_positions = tuple(name for name in POSITIONS if hasattr(language_model, name))
 
-    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+    def __call__(self, inputs: mx.array, cache: Any = None, **arguments: Any) -> mx.array:
         for name in self._kept_positions:
             setattr(self.language_model, name, POSITIONS[name])
-        logits: mx.array = self.language_model(inputs, cache=cache).logits
+        logits: mx.array = self.language_model(inputs, cache=cache, **arguments).logits
         return logits
+
+    def read_images(self, model: nn.Module, processor: Any, marker: str) -> None:
+        """Keep the model's vision tower, and read images by it."""
+        self.tower = tower_of(model)
+        self.span_reader = self.image_reader = VlmImages(
+            model, processor, marker, mlx_vlm.utils.prepare_inputs
+        )
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -64,6 +79,7 @@ class TextModel(nn.Module):
         return split_all(self.language_model, self.make_cache())
 
 
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 UNSAFE = ("phi3small",)
 """Model types whose classes write outside of their arrays; mlx-lm has them."""
 
@@ -93,4 +109,20 @@ class VlmReader:
         if language_model is None:
             raise ModelError(f"{folder.name} is no language model")
         config = model.config
-        return TextModel(language_model, getattr(config, "text_config", config))
+        text_model = TextModel(language_model, getattr(config, "text_config", config))
+        marker = FAMILIES.get(str(getattr(config, "model_type", "")))
+        if marker is not None and (processor := _processor(folder)) is not None:
+            text_model.read_images(model, processor, marker)
+        return text_model
+
+
+def _processor(folder: Path) -> Any:
+    """Return the processor of a folder; None if it has none, and so takes text alone."""
+    if not any((folder / name).is_file() for name in PROCESSORS):
+        return None
+    try:
+        return mlx_vlm.utils.load_processor(folder, add_detokenizer=False, trust_remote_code=False)
+    # A boundary, as in `models.mlx_lm.load_folder`.
+    except Exception as error:  # noqa: BLE001
+        logger.warning("%s reads no images: %s", folder.name, first_line(error))
+        return None

@@ -62,6 +62,10 @@ class Other(Marked):
         return data if readable and isinstance(data, str) else None
 
     @property
+    def is_image(self) -> bool:
+        return self.type == "image"
+
+    @property
     def words(self) -> str:
         if self.text is not None:
             return self.text

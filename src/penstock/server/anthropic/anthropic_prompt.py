@@ -23,11 +23,13 @@ from penstock.server.anthropic.anthropic_forms import (
     ToolUse,
     Turn,
 )
+from penstock.server.images import PromptTokens
 from penstock.server.problems import BadRequest
 from penstock.server.prompts import Prompts, last_user
 from penstock.server.reasoning_effort import level_switch, thinking_switch
 from penstock.server.templates import shared
 
+_ERROR = {"type": "text", "text": "Error: "}
 BETWEEN_BLOCKS = "\n\n"
 """Separator between text blocks joined into one message text."""
 BILLING_HEADER = "x-anthropic-billing-header"
@@ -43,7 +45,7 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class AnthropicPrompt:
-    tokens: tuple[int, ...]
+    tokens: PromptTokens
     hold: Hold | None
     in_reasoning: bool
 
@@ -52,7 +54,7 @@ def prompt_of(request: CountRequest, prompts: Prompts) -> AnthropicPrompt:
     """Render a prompt and find the prefix to hold; BadRequest if a field is invalid. Blocking."""
     if not prompts.keep_billing_header:
         request = without_billing_header(request)
-    _check_asked(request.messages)
+    _check_asked(request.messages, images=prompts.images is not None)
     tokens = _render(request, prompts, request.system_blocks, request.messages)
     return AnthropicPrompt(
         tokens=tokens,
@@ -71,17 +73,19 @@ def without_billing_header(request: CountRequest) -> CountRequest:
     return request.model_copy(update={"system": [*kept, *blocks[1:]]})
 
 
-def _check_asked(turns: Sequence[Turn]) -> None:
+def _check_asked(turns: Sequence[Turn], *, images: bool) -> None:
     """Reject non-text parts of the last user message; elsewhere placeholders replace them."""
     last = last_user([{"role": turn.role} for turn in turns])
     if last < 0 or any(isinstance(block, ToolResult) for block in turns[last].blocks):
         return
     for index, block in enumerate(turns[last].blocks):
+        if images and isinstance(block, Other) and block.is_image:
+            continue
         if isinstance(block, Other) and block.text is None:
             place = f"messages.{last}.content.{index}"
             raise BadRequest(
                 f"{place}: content of type {block.type[:40]!r} cannot be read; this server reads "
-                "text only",
+                f"{'text and images' if images else 'text only'}",
                 param=place,
                 code="unsupported_content",
             )
@@ -118,11 +122,11 @@ def _render(
     turns: Sequence[Turn],
     *,
     whole: bool = True,
-) -> tuple[int, ...]:
+) -> PromptTokens:
     messages: list[dict[str, Any]] = []
     if text := _text_of(system):
         messages.append({"role": "system", "content": text})
-    messages += _messages(turns)
+    messages += _messages(turns, images=prompts.images is not None)
     goes_on = messages[-1]["role"] == "assistant"
     more: dict[str, Any] = thinking_switch(prompts, request.thinks)
     more |= level_switch(request.effort, prompts)
@@ -135,7 +139,7 @@ def _render(
     return prompts.render(messages, tools or None, answer=whole and not goes_on, **more)
 
 
-def _messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+def _messages(turns: Sequence[Turn], *, images: bool) -> list[dict[str, Any]]:
     converted: list[dict[str, Any]] = []
     names = {
         block.id: block.name
@@ -148,8 +152,9 @@ def _messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
         texts = [block for block in blocks if isinstance(block, TextBlock | Other)]
         for block in blocks:
             if isinstance(block, ToolResult):
-                converted.append(_result(block, names.get(block.tool_use_id)))
-        message: dict[str, Any] = {"role": role, "content": _text_of(texts)}
+                name = names.get(block.tool_use_id)
+                converted.append(_result(block, name, images=images))
+        message: dict[str, Any] = {"role": role, "content": _content_of(texts, images=images)}
         thoughts = [b.words for b in blocks if isinstance(b, Thinking | RedactedThinking)]
         if any(thoughts) and role == "assistant":
             message["reasoning_content"] = BETWEEN_BLOCKS.join(filter(None, thoughts))
@@ -165,16 +170,35 @@ def _text_of(blocks: Sequence[TextBlock | Other]) -> str:
     return BETWEEN_BLOCKS.join(b.text if isinstance(b, TextBlock) else b.words for b in blocks)
 
 
+def _content_of(blocks: Sequence[TextBlock | Other], *, images: bool) -> str | list[dict[str, Any]]:
+    """Return a text, or texts and images in a row if there are any that are read."""
+    if not (images and any(isinstance(block, Other) and block.is_image for block in blocks)):
+        return _text_of(blocks)
+    parts: list[dict[str, Any]] = []
+    rows = groupby(blocks, key=lambda block: isinstance(block, Other) and block.is_image)
+    for is_image, row in rows:
+        if is_image:
+            parts += ({"type": "image", "source": getattr(block, "source", None)} for block in row)
+        else:
+            parts.append({"type": "text", "text": _text_of(list(row))})
+    return parts
+
+
 def _call(block: ToolUse) -> dict[str, Any]:
     function = {"name": block.name, "arguments": block.input}
     return {"id": block.id, "type": "function", "function": function}
 
 
-def _result(block: ToolResult, name: str | None) -> dict[str, Any]:
-    text = block.content if isinstance(block.content, str) else _text_of(block.content)
+def _result(block: ToolResult, name: str | None, *, images: bool) -> dict[str, Any]:
+    blocks: list[TextBlock | Other] = (
+        [TextBlock(type="text", text=block.content)]
+        if isinstance(block.content, str)
+        else list(block.content)
+    )
+    content = _content_of(blocks, images=images)
     if block.is_error:
-        text = f"Error: {text}"
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": text}
+        content = f"Error: {content}" if isinstance(content, str) else [_ERROR, *content]
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": content}
 
 
 # ---- the prefix to hold
@@ -205,7 +229,7 @@ def _marks(request: CountRequest) -> Iterator[_Mark]:
                 yield _Mark(control, system, [*request.messages[:index], cut])
 
 
-def _hold(request: CountRequest, prompts: Prompts, tokens: tuple[int, ...]) -> Hold | None:
+def _hold(request: CountRequest, prompts: Prompts, tokens: PromptTokens) -> Hold | None:
     """Return the prefix up to the last `cache_control`, held for the longest time of any."""
     marks, whole = list(_marks(request)), request.cache_control
     controls = [mark.control for mark in marks] + ([] if whole is None else [whole])

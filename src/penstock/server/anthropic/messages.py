@@ -35,6 +35,7 @@ from penstock.server.anthropic.anthropic_prompt import AnthropicPrompt, prompt_o
 from penstock.server.dialect import Dialect
 from penstock.server.disconnect import until_gone
 from penstock.server.forms import grammar_for
+from penstock.server.images import spans_of
 from penstock.server.problems import UNTHREADED, BadRequest
 from penstock.server.prompt_progress import ping_event
 from penstock.server.prompts import check_text
@@ -222,7 +223,8 @@ class Messages(Dialect):
         chosen: dict[str, Any] = service.sampling.model_dump(include=set(SAMPLED))
         chosen |= body.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
         request = Request(
-            prompt=prompt.tokens,
+            prompt=tuple(prompt.tokens),
+            spans=spans_of(prompt.tokens),
             max_tokens=body.max_tokens,
             sampling=Sampling(**chosen),
             stop=tuple(body.stop_sequences or ()),

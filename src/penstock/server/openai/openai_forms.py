@@ -22,6 +22,7 @@ from penstock.server.forms import (
     TextOrList,
     grammar_for,
 )
+from penstock.server.images import PromptTokens, spans_of
 from penstock.server.openai.legacy_calls import choice_of, tools_of, with_tool_calls
 from penstock.server.openai.prompt_scores import MOST_TOP
 from penstock.server.openai.structured import Structured
@@ -150,6 +151,7 @@ class Sampled(RequestForm):
             check_text(self.cache_salt, "cache_salt")
         return Request(
             prompt=tuple(prompt),
+            spans=spans_of(prompt),
             max_tokens=max_tokens,
             stop=_stops(stop),
             stop_tokens=_stop_tokens(service, stop_token_ids),
@@ -235,7 +237,7 @@ class ChatRequest(Sampled, Structured):
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
         return ToolPlan.of(form, tools, self.tool_choice)
 
-    def render(self, prompts: Prompts, plan: ToolPlan) -> tuple[int, ...]:
+    def render(self, prompts: Prompts, plan: ToolPlan) -> PromptTokens:
         messages = [message.model_dump(exclude_none=True) for message in self.messages]
         arguments = effort_switches(self.reasoning_effort, prompts)
         arguments |= client_arguments(self.chat_template_kwargs)

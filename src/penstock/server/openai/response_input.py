@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.server.images import PromptTokens
 from penstock.server.openai.response_forms import ResponsesRequest
 from penstock.server.openai.response_items import Conversation, items_of, resolved
 from penstock.server.openai.response_tools import Tools
@@ -23,7 +24,9 @@ class ResponseInput:
     left_out: list[str]
 
     @classmethod
-    def of(cls, body: ResponsesRequest, store: ResponseStore | None = None) -> ResponseInput:
+    def of(
+        cls, body: ResponsesRequest, store: ResponseStore | None = None, *, images: bool = False
+    ) -> ResponseInput:
         items, stored, salt = items_of(body.input), 0, body.cache_salt or ""
         if store is not None:
             if body.previous_response_id:
@@ -31,7 +34,7 @@ class ResponseInput:
                 items, stored = [*before, *items], len(before)
             if any(item.get("type") == "item_reference" for item in items):
                 items = resolved(items, store.items(salt), stored)
-        conversation = Conversation(items, stored)
+        conversation = Conversation(items, stored, images=images)
         messages = conversation.messages
         if body.instructions:
             messages.insert(0, {"role": "system", "content": body.instructions})
@@ -39,7 +42,7 @@ class ResponseInput:
             raise BadRequest("input is empty", param="input")
         return cls(items, messages, Tools.of(body.tools), conversation.left_out)
 
-    def render(self, body: ResponsesRequest, prompts: Prompts) -> tuple[int, ...]:
+    def render(self, body: ResponsesRequest, prompts: Prompts) -> PromptTokens:
         plan = ToolPlan.of(prompts.format, self.tools.chat, body.tool_choice)
         salt = body.cache_salt or ""
         effort = body.reasoning.effort if body.reasoning is not None else None

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.server.images import has_images, image_part, is_image
 from penstock.server.openai.response_tools import LOCAL_SHELL
 from penstock.server.problems import BadRequest
 from penstock.server.prompts import flatten, last_user
@@ -84,7 +85,15 @@ def _whole_message(item: Item) -> Item:
 
 
 class Conversation:
-    def __init__(self, items: Sequence[Item], first: int = 0) -> None:
+    """Chat messages of items.
+
+    Args:
+        first: number of stored items in front of the request's own.
+        images: whether the model reads images; they stay parts of content then.
+    """
+
+    def __init__(self, items: Sequence[Item], first: int = 0, *, images: bool = False) -> None:
+        self._images = images
         self.messages: list[dict[str, Any]] = []
         self.left_out: list[str] = []
         last = last_user(items)
@@ -108,7 +117,7 @@ class Conversation:
                 self.messages.append(answer)
             answer.setdefault("tool_calls", []).append(_called(item, place))
         elif kind in OUTPUTS:
-            output = flatten(item.get("output"), f"{place}.output", strict=False)
+            output = self._content(item.get("output"), f"{place}.output", strict=False)
             call_id = str(item.get("call_id") or item.get("id"))
             self.messages.append({"role": "tool", "content": output, "tool_call_id": call_id})
         elif kind == "reasoning":
@@ -120,11 +129,20 @@ class Conversation:
         role, answer = item.get("role"), self._answer
         if not isinstance(role, str):
             raise BadRequest(f"{place}.role is missing", param=f"{place}.role")
-        content = flatten(item.get("content"), f"{place}.content", strict=strict)
+        content = self._content(item.get("content"), f"{place}.content", strict=strict)
         if role == "assistant" and answer is not None and _goes_on(answer):
-            answer["content"] += content
+            answer["content"] += flatten(content, place, strict=False)
         else:
             self.messages.append({"role": role, "content": content})
+
+    def _content(self, content: Any, place: str, *, strict: bool) -> str | list[Any]:
+        """Return a text; or parts, if there are images among them that are read later."""
+        if not (self._images and has_images(content)):
+            return flatten(content, place, strict=strict)
+        return [
+            image_part(part, f"{place}.{number}") if is_image(part) else part
+            for number, part in enumerate(content)
+        ]
 
     def _reason(self, text: str) -> None:
         if not text:

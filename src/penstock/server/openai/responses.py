@@ -107,7 +107,9 @@ def router(service: Service) -> APIRouter:
 
 
 def _tokens(service: Service, body: ResponsesRequest) -> tuple[int, ...]:
-    return ResponseInput.of(body, service.stored).render(body, service.prompts)
+    prompts = service.prompts
+    images = prompts.images is not None
+    return ResponseInput.of(body, service.stored, images=images).render(body, prompts)
 
 
 class Responses(Dialect):
@@ -151,8 +153,9 @@ class Responses(Dialect):
         return whole
 
     def read(self) -> None:
-        self.input = ResponseInput.of(self.body, self.service.stored)
-        prompts, tools = self.service.prompts, self.input.tools
+        prompts, images = self.service.prompts, self.service.prompts.images is not None
+        self.input = ResponseInput.of(self.body, self.service.stored, images=images)
+        tools = self.input.tools
         self.prompt = self.input.render(self.body, prompts)
         self.headers = named_header(LEFT_OUT, [*tools.left_out, *self.input.left_out])
         self.headers |= named_header(DESCRIBED, prompts.described_tools(tools.chat))

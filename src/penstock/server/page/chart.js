@@ -10,6 +10,7 @@ export const KINDS = [
   ["buffers", "Buffers"],
   ["prompts", "Prompts"],
   ["grammars", "Grammars"],
+  ["features", "Features"],
   ["index", "Index"],
   ["checkpoints", "Checkpoints"],
   ["tails", "Tails"],

@@ -8,6 +8,7 @@ const MEANINGS = {
   buffers: "Buffers are the working memory of one step. They are set aside before the first request.",
   prompts: "Prompts are the room for texts and tokens of open requests. It is set aside at the start.",
   grammars: "Grammars keep answers to a schema. They are the compiled ones, and the states to come.",
+  features: "Features are images as the model sees them, so that none is read twice.",
   index: "The index lists the tokens of the tree, so that a prompt can be looked up in it.",
   checkpoints: "Checkpoints are saved states of recurrent layers, from which an answer can go on.",
   tails: "Tails are the newest tokens of the answers being written, with the room promised to them.",

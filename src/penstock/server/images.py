@@ -1,0 +1,225 @@
+"""Images of a request: read from its content, put into the text of its prompt, found in the tokens.
+
+a part of content ──> bytes ──> header checked ──> placed by the model's reader
+text of the prompt: a sign of this process's own ──> the text that stands for the image
+tokens ──> spans
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.models.image_reader import ImageError, ImageReader, PlacedImage
+from penstock.models.input_spans import InputSpan
+from penstock.server.image_files import data_of, decoded, file_of
+from penstock.server.problems import BadRequest
+from penstock.server.prompt_memory import HOLD
+
+IMAGE_TYPES = ("image_url", "input_image", "image")
+"""Types of content parts with an image, in the three interfaces."""
+MOST_IMAGES = 128
+"""Maximum images of a request, those of its history included."""
+BITMAP_COPIES = 2
+BITMAP_BYTES = 4
+"""Bytes of a decoded pixel, at most."""
+_NONCE = secrets.token_hex(8)
+"""Part of a sign, so that no text of a client is one."""
+
+FETCHED: ContextVar[dict[str, bytes | ImageError] | None] = ContextVar("fetched", default=None)
+"""Files fetched for the current request, by address; None if nothing may be fetched."""
+
+
+class ImagesToFetch(Exception):
+    """Raised while a prompt is read if images must be fetched first; it is read again then."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        super().__init__(f"{len(urls)} images")
+        self.urls = urls
+
+
+class PromptTokens(tuple[int, ...]):
+    """Tokens of a prompt, and the spans of them that stand for images."""
+
+    spans: tuple[InputSpan, ...] = ()
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], spans: Sequence[InputSpan]) -> PromptTokens:
+        prompt = cls(tokens)
+        prompt.spans = tuple(spans)
+        return prompt
+
+
+def spans_of(prompt: Sequence[int]) -> tuple[InputSpan, ...]:
+    return getattr(prompt, "spans", ())
+
+
+def is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in IMAGE_TYPES
+
+
+def has_images(content: Any) -> bool:
+    return isinstance(content, list) and any(map(is_image, content))
+
+
+def image_part(part: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a part that says where in the request its image stands."""
+    return {**part, "where": where}
+
+
+@dataclass(slots=True)
+class Images:
+    """Images of one prompt, in the order in which they are read.
+
+    Args:
+        reader: the model's.
+    """
+
+    reader: ImageReader
+    placed: list[PlacedImage] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    """Addresses that must be fetched first."""
+
+    def sign(self, part: Mapping[str, Any], where: str) -> str:
+        """Read a part's image, and return the sign that stands for it; BadRequest if it fails."""
+        where = str(part.get("where", where))
+        if len(self.placed) + len(self.missing) >= MOST_IMAGES:
+            raise BadRequest(
+                f"{where}: a request has {MOST_IMAGES} images at most", param=where,
+                code="too_many_images",
+            )  # fmt: skip
+        try:
+            data = self._data(part)
+            if data is None:
+                return ""
+            self.placed.append(self._placed(data))
+        except ImageError as error:
+            raise BadRequest(
+                f"{where}: the image cannot be read: {error}", param=where, code="invalid_image"
+            ) from None
+        return sign_of(len(self.placed) - 1)
+
+    def _data(self, part: Mapping[str, Any]) -> bytes | None:
+        source = part.get("source")
+        if isinstance(source, Mapping) and source.get("type") == "base64":
+            return decoded(str(source.get("data")))
+        url = source.get("url") if isinstance(source, Mapping) else part.get("image_url")
+        if isinstance(url, Mapping):
+            url = url.get("url")
+        if not isinstance(url, str):
+            raise ImageError("it has neither data nor an address")
+        if url.startswith("data:"):
+            return data_of(url)
+        if not url.startswith(("http://", "https://")):
+            raise ImageError("it is sent as a data URL: files and ids of files are not kept here")
+        fetched = FETCHED.get()
+        if fetched is None:
+            raise ImageError(
+                "this server fetches no images: send it as a data URL, or start the server with "
+                "--allow-remote-images"
+            )
+        file = fetched.get(url)
+        if file is None:
+            self.missing.append(url)
+            return None
+        if isinstance(file, ImageError):
+            raise file
+        return file
+
+    def _placed(self, data: bytes) -> PlacedImage:
+        file, hold = file_of(data), HOLD.get()
+        if hold is None:
+            return self.reader.place(file)
+        hold.keep(len(data))
+        before = hold.nbytes
+        hold.resize(before + BITMAP_COPIES * BITMAP_BYTES * file.width * file.height)
+        try:
+            return self.reader.place(file)
+        finally:
+            hold.resize(before)
+
+    def check_fetched(self) -> None:
+        if self.missing:
+            raise ImagesToFetch(self.missing)
+
+    # ---- text
+
+    def in_text(self, text: str) -> str:
+        """Put the images in place of their signs."""
+        for number, image in enumerate(self.placed):
+            text = text.replace(sign_of(number), image.text)
+        return text
+
+    def in_markers(self, text: str) -> str | None:
+        """Put the images in place of the template's own markers; None if it wrote others."""
+        pieces = text.split(self.reader.marker)
+        if len(pieces) != len(self.placed) + 1:
+            return None
+        whole = [pieces[0]]
+        for image, piece in zip(self.placed, pieces[1:], strict=True):
+            whole += (image.text, piece)
+        return "".join(whole)
+
+    def in_parts(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+        """Return messages with parts in place of signs; None if a text has the reader's marker."""
+        if any(self.reader.marker in text for m in messages for text in _texts(m)):
+            return None
+        return [self._in_parts(message) for message in messages]
+
+    def _in_parts(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        whole = "".join(_texts(message))
+        if _sign_begin() not in whole:
+            return dict(message)
+        parts: list[dict[str, Any]] = []
+        for number in range(len(self.placed)):
+            before, sign, behind = whole.partition(sign_of(number))
+            if sign:
+                parts += [*_text_part(before), {"type": "image"}]
+                whole = behind
+        return {**message, "content": [*parts, *_text_part(whole)]}
+
+    # ---- tokens
+
+    def spans(self, tokens: Sequence[int]) -> list[InputSpan]:
+        """Return where the images stand in a prompt's tokens; BadRequest if one is not there."""
+        known, spans, at = list(tokens), [], 0
+        for image in self.placed:
+            count = len(image.tokens)
+            while True:
+                try:
+                    at = known.index(image.tokens[0], at)
+                except ValueError:
+                    raise BadRequest(
+                        "the model's chat template leaves an image out: images stand in messages "
+                        "of the user and in results of tools",
+                        param="messages",
+                        code="unsupported_content",
+                    ) from None
+                if tuple(known[at : at + count]) == image.tokens:
+                    break
+                at += 1
+            spans.append(InputSpan(at, count, image.key, image.source))
+            at += count
+        return spans
+
+
+def sign_of(number: int) -> str:
+    return f"{_sign_begin()}{number}\ue001"
+
+
+def _sign_begin() -> str:
+    return f"\ue000{_NONCE}:"
+
+
+def _text_part(text: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text}] if text else []
+
+
+def _texts(message: Mapping[str, Any]) -> list[str]:
+    content = message.get("content")
+    if isinstance(content, str):
+        return [content]
+    return [str(part.get("text", "")) for part in content or ()]

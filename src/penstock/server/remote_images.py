@@ -1,0 +1,125 @@
+"""Images at addresses of the internet: `--allow-remote-images`.
+
+Each address is resolved here, refused unless all of its numbers are public, and connected to by the
+number that was checked. Redirects are followed a few times, each checked anew.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import ssl
+from collections.abc import Callable
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from time import monotonic
+from urllib.parse import SplitResult, urljoin, urlsplit
+
+from penstock.memory.sizes import format_bytes
+from penstock.models.image_reader import ImageError
+
+FETCH_SECONDS = 10.0
+"""Longest time that one image may take, redirects included."""
+REDIRECTS = 3
+CHUNK_BYTES = 65_536
+
+
+def public_address(host: str, port: int) -> str:
+    """Return the first number of a host; ImageError unless all of them are public."""
+    try:
+        known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ImageError(f"{host} is not known: {error}") from None
+    numbers = [str(address[4][0]) for address in known]
+    for number in numbers:
+        address = ipaddress.ip_address(number.partition("%")[0])
+        mapped = getattr(address, "ipv4_mapped", None) or address
+        if not mapped.is_global or mapped.is_multicast:
+            raise ImageError(f"{host} is not a public address")
+    return numbers[0]
+
+
+def fetch(url: str, most_bytes: int, numbered: Callable[[str, int], str] = public_address) -> bytes:
+    """Return the file at a public address; ImageError if it cannot be had. Blocking.
+
+    Args:
+        numbered: returns the number of a host and port to connect to, or raises.
+    """
+    until = monotonic() + FETCH_SECONDS
+    for _ in range(1 + REDIRECTS):
+        parts = _checked(url)
+        try:
+            answer = _get(parts, numbered, until, most_bytes)
+        except (OSError, HTTPException, ValueError) as error:
+            raise ImageError(f"{parts.hostname} cannot be read: {error}") from None
+        if isinstance(answer, bytes):
+            return answer
+        url = urljoin(url, answer)
+    raise ImageError(f"it is redirected more than {REDIRECTS} times")
+
+
+def _checked(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and parts.hostname and not parts.username
+        _ = parts.port
+    except ValueError:
+        known = None
+    if not known:
+        raise ImageError("an address begins with https:// or http://, without a user")
+    return parts
+
+
+class _Pinned(HTTPConnection):
+    """A connection to a number that was checked, under the name that has it."""
+
+    def __init__(self, number: str, parts: SplitResult, seconds: float) -> None:
+        assert parts.hostname is not None
+        self._number, self._secure = number, parts.scheme == "https"
+        port = parts.port or (443 if self._secure else 80)
+        super().__init__(parts.hostname, port, timeout=seconds)
+
+    def connect(self) -> None:
+        plain = socket.create_connection((self._number, self.port), self.timeout)
+        self.sock = plain
+        if self._secure:
+            context = ssl.create_default_context()
+            self.sock = context.wrap_socket(plain, server_hostname=self.host)
+
+
+def _get(
+    parts: SplitResult, numbered: Callable[[str, int], str], until: float, most_bytes: int
+) -> bytes | str:
+    """Return the file, or where it has moved."""
+    assert parts.hostname is not None
+    number = numbered(parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
+    connection = _Pinned(number, parts, _left(until))
+    try:
+        path = parts.path or "/"
+        connection.request("GET", f"{path}?{parts.query}" if parts.query else path)
+        response = connection.getresponse()
+        if response.status in (301, 302, 303, 307, 308):
+            return response.headers.get("Location", "")
+        if response.status != 200:
+            raise ValueError(f"it answers {response.status}")
+        return _body(response, until, most_bytes)
+    finally:
+        connection.close()
+
+
+def _body(response: HTTPResponse, until: float, most_bytes: int) -> bytes:
+    whole = bytearray()
+    while True:
+        piece = response.read1(CHUNK_BYTES)
+        if not piece:
+            return bytes(whole)
+        whole += piece
+        if len(whole) > most_bytes:
+            raise ValueError(f"it has more than {format_bytes(most_bytes)}")
+        _left(until)
+
+
+def _left(until: float) -> float:
+    left = until - monotonic()
+    if left <= 0:
+        raise ValueError(f"it takes longer than {FETCH_SECONDS:.0f} s")
+    return left
