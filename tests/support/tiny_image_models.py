@@ -21,6 +21,7 @@ from mlx.utils import tree_flatten
 from mlx_vlm.generate.ar import generate_step
 from mlx_vlm.utils import prepare_inputs
 from PIL import Image
+from tiny_image_families import FAMILIES, VOCABULARY, ImageFamily
 
 from penstock.engine.request import Request
 from penstock.models.loading import load_all
@@ -29,16 +30,6 @@ from penstock.recall import MODEL_PATH
 from penstock.server.image_files import file_of
 from penstock.server.images import Images, sign_of
 
-TEXT = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 4096,
-    "rope_theta": 10000.0,
-}
 CHATML = (
     "{% for message in messages %}<|start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -50,57 +41,6 @@ CHATML = (
 """Template as those of Qwen: content as text, or as a list of parts."""
 
 
-@dataclass(frozen=True, slots=True)
-class ImageFamily:
-    marks: tuple[str, ...]
-    """Special tokens that the embedded tokenizer lacks, numbered from its size on."""
-    config: Mapping[str, Any]
-    """Config; a string that is one of `marks` stands for its number."""
-    files: Mapping[str, Mapping[str, Any]]
-    marker: str
-
-
-QWEN_MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-QWEN_PIXELS = {"min_pixels": 56 * 56, "max_pixels": 224 * 224, "patch_size": 14, "merge_size": 2}
-QWEN = {
-    **TEXT,
-    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
-    "image_token_id": "<|image_pad|>",
-    "video_token_id": "<|video_pad|>",
-    "vision_start_token_id": "<|vision_start|>",
-    "vision_end_token_id": "<|vision_end|>",
-    "tie_word_embeddings": True,
-}
-FAMILIES = {
-    "qwen2_vl": ImageFamily(
-        QWEN_MARKS,
-        {
-            **QWEN,
-            "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
-        },
-        {"preprocessor_config.json": {**QWEN_PIXELS, "image_processor_type": "x"}},
-        "<|vision_start|><|image_pad|><|vision_end|>",
-    ),
-    "qwen2_5_vl": ImageFamily(
-        QWEN_MARKS,
-        {
-            **QWEN,
-            "vision_config": {
-                "depth": 2,
-                "hidden_size": 32,
-                "out_hidden_size": 64,
-                "intermediate_size": 48,
-                "num_heads": 2,
-                "window_size": 56,
-                "fullatt_block_indexes": [1],
-            },
-        },
-        {"preprocessor_config.json": {**QWEN_PIXELS, "image_processor_type": "x"}},
-        "<|vision_start|><|image_pad|><|vision_end|>",
-    ),
-}
-
-
 def write_model(model_type: str, folder: Path, seed: int = 7) -> Path:
     """Write a family's folder with random weights, and return it."""
     family = FAMILIES[model_type]
@@ -108,10 +48,10 @@ def write_model(model_type: str, folder: Path, seed: int = 7) -> Path:
     (folder / "model.safetensors").unlink()
     numbers = _add_marks(folder, family)
     config = _numbered(family.config, numbers)
-    config = {"model_type": model_type, "vocab_size": 3_072, "eos_token_id": 2, **config}
+    config = {"model_type": model_type, "vocab_size": VOCABULARY, "eos_token_id": 2, **config}
     (folder / "config.json").write_text(json.dumps(config))
     for name, content in family.files.items():
-        (folder / name).write_text(json.dumps(_numbered(content, numbers)))
+        (folder / name).write_text(json.dumps(content))
     _write_weights(folder, seed)
     return folder
 
@@ -132,7 +72,9 @@ def _add_marks(folder: Path, family: ImageFamily) -> dict[str, int]:
     template = CHATML.replace("IMAGE", family.marker)
     (folder / "chat_template.jinja").write_text(template)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings["chat_template"] = template
+    settings |= {**family.tokens, "chat_template": template}
+    if family.tokens:
+        settings["extra_special_tokens"] = dict(family.tokens)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return numbers
 

@@ -16,7 +16,8 @@ import pytest
 pytest.importorskip("mlx_vlm", reason="needs mlx-vlm: make test-vlm")
 
 from cold_engine import BLOCK, SAID, running, settle
-from tiny_image_models import FAMILIES, Pair, picture, prompts, write_model
+from tiny_image_families import FAMILIES
+from tiny_image_models import Pair, picture, prompts, write_model
 
 from penstock import Engine
 from penstock.cli import main
@@ -26,6 +27,11 @@ from penstock.models.input_spans import InputSpan, SpanEmbeddings
 from penstock.models.loading import load_all
 from penstock.server.image_files import file_of
 
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{warning}")
+    for warning in ("Image.Image.getdata:DeprecationWarning", "At least one mel:UserWarning")
+]
+"""Of mlx-vlm's processors of Kimi-VL and Gemma 4."""
 LIMITS: dict[str, Any] = {"memory_limit": "400MB", "block_size": 16}
 TOKENS = 8
 TALK = "Look at this IMAGE and this IMAGE : what is it ?"
@@ -86,6 +92,21 @@ def test_answers_are_those_of_own_loop(pair: Pair) -> None:
         handles = [engine.submit(request) for request in requests]
         assert [list(handle.result()[0].tokens) for handle in handles] == own
         engine.check()
+
+
+@pytest.mark.parametrize("side", [56, 300])
+def test_bytes_of_an_image_are_reserved_before_it_is_computed(pair: Pair, side: int) -> None:
+    reader = pair.loaded.model.span_reader
+    place = pair.loaded.model.image_reader.place(file_of(picture(1, side, side)))
+    span = InputSpan(0, len(place.tokens), place.key, place.source)
+    reader.embed(span)  # constants are made once
+    kept_bytes, work_bytes = reader.embed_bytes(span)
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    embeddings = reader.embed(span)
+    assert embeddings.nbytes <= kept_bytes
+    assert mx.get_peak_memory() - before <= kept_bytes + work_bytes
 
 
 def test_answer_depends_on_image(qwen: Pair) -> None:
@@ -220,6 +241,15 @@ def test_quantized_weights_read_images(tmp_path: Path) -> None:
         if reader is not None
     ]
     assert mx.allclose(rows[0], rows[1], atol=1e-4)
+
+
+def test_images_that_see_ahead_are_not_read(tmp_path: Path) -> None:
+    """Keys and values of a token would depend on where a prompt is cut."""
+    folder = write_model("gemma4", tmp_path / "gemma4")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["use_bidirectional_attention"] = "vision"
+    (folder / "config.json").write_text(json.dumps(config))
+    assert load_all(folder, model_source="mlx-vlm").model.image_reader is None
 
 
 def test_doctor_says_whether_images_are_read(

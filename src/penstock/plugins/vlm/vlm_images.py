@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -29,17 +29,32 @@ from penstock.errors import PenstockError
 from penstock.models.image_reader import ImageError, ImageFile, PlacedImage
 from penstock.models.input_spans import InputSpan, SpanEmbeddings, SpanPositions
 
+QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
 FAMILIES = {
-    "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
-    "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "gemma3": "<start_of_image>",
+    "gemma4": "<|image|>",
+    "idefics3": "<image>",
+    "internvl_chat": "<image>",
+    "kimi_vl": "<|media_start|>image<|media_content|><|media_pad|><|media_end|>",
+    "mistral3": "[IMG]",
+    "pixtral": "[IMG]",
+    "qwen2_vl": QWEN,
+    "qwen2_5_vl": QWEN,
+    "qwen3_5": QWEN,
+    "qwen3_5_moe": QWEN,
+    "qwen3_vl": QWEN,
+    "qwen3_vl_moe": QWEN,
+    "smolvlm": "<image>",
 }
-"""Text that stands for an image before its size is known, by model type."""
+"""Text that stands for an image before its size is known, by model type. Tokens of an image attend
+to the tokens before them alone, so that a prompt may be cut within one."""
 LANGUAGE_MODEL = "language_model"
 REMEMBERED = 4_096
 """Number of sizes whose tokens are remembered, and of images that are known to be whole."""
 SCORE_COPIES = 3
 ACTIVATION_COPIES = 6
 PIXEL_COPIES = 4
+TABLE_COPIES = 6
 PIXEL_BYTES = 3
 """Bytes of a decoded pixel."""
 
@@ -150,13 +165,21 @@ class VlmImages:
         shapes = [w.shape for name, w in weights if not name.startswith(LANGUAGE_MODEL)]
         return max((shape[0] for shape in shapes if len(shape) > 1), default=1)
 
+    @cached_property
+    def _table_bytes(self) -> int:
+        """Bytes of tables over all places of an image, which some towers make for each image."""
+        modules: list[Any] = self._model.modules()
+        sides = [(m.max_height, m.max_width, m.dim) for m in modules if hasattr(m, "max_height")]
+        numbers = sum(int(h * w * dim) // 2 for h, w, dim in sides)
+        return TABLE_COPIES * mx.complex64.size * numbers
+
     def embed_bytes(self, span: InputSpan) -> tuple[int, int]:
         source: ImageSource = span.source
         vision, text = self._config.vision_config, self._config.text_config
         layers = 1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
         kept = span.tokens * text.hidden_size * layers * 4
         shape, side = source.grid.pixel_shape, int(getattr(vision, "patch_size", 14))
-        tiles = prod(shape[:-3]) if len(shape) > 3 else 1
+        tiles = prod(shape[:-3]) if len(shape) > 3 and shape[-1] > side else 1
         patches = -(-prod(shape) // (3 * side * side))
         heads = int(
             getattr(vision, "num_heads", None) or getattr(vision, "num_attention_heads", None) or 16
@@ -165,7 +188,7 @@ class VlmImages:
         activations = ACTIVATION_COPIES * 4 * patches * self._widest
         decoded = PIXEL_BYTES * source.image.width * source.image.height
         pixels = PIXEL_COPIES * (decoded + 4 * prod(shape))
-        return kept, kept + scores + activations + pixels
+        return kept, kept + scores + activations + pixels + self._table_bytes
 
     def embed(self, span: InputSpan) -> SpanEmbeddings:
         source: ImageSource = span.source
@@ -261,15 +284,28 @@ def own_attributes(model: Any) -> Any:
     return whole
 
 
+def marker_of(config: Any) -> str | None:
+    """Return the mark of a model whose images are read; None for another."""
+    if getattr(config.text_config, "use_bidirectional_attention", None) == "vision":
+        return None
+    return FAMILIES.get(str(config.model_type))
+
+
 def tower_of(model: nn.Module) -> nn.Module:
     """Return a model without its language model."""
     tower: nn.Module = copy.copy(model)
     tower.pop(LANGUAGE_MODEL)
-    # What is no weight would be computed by the thread that uses it first, which cannot.
-    modules: list[Any] = tower.modules()  # type: ignore[no-untyped-call]
-    parts = (part for module in modules for part in module.items())
-    mx.eval([a for name, a in parts if name.startswith("_") and isinstance(a, mx.array)])
+    mx.eval(list(_constants(tower)))  # the thread that uses them first could not
     return tower
+
+
+def _constants(tower: nn.Module) -> Iterator[mx.array]:
+    """Yield the arrays of a model that are no weights."""
+    modules: list[Any] = tower.modules()  # type: ignore[no-untyped-call]
+    for module in modules:
+        yield from (a for name, a in module.items() if name[0] == "_" and isinstance(a, mx.array))
+        for part in vars(module).values():
+            yield from (a for a in getattr(part, "__dict__", {}).values() if type(a) is mx.array)
 
 
 def _position_ids(positions: SpanPositions, start: int, count: int) -> mx.array:

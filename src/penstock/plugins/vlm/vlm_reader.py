@@ -32,7 +32,7 @@ with unchanged_limit():
     import mlx_vlm.utils
     from mlx_vlm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-    from penstock.plugins.vlm.vlm_images import FAMILIES, VlmImages, tower_of
+    from penstock.plugins.vlm.vlm_images import VlmImages, marker_of, tower_of
 
 logger = logging.getLogger(__name__)
 SWITCHES[QuantizedSwitchLinear] = SwitchLinear
@@ -110,7 +110,7 @@ class VlmReader:
             raise ModelError(f"{folder.name} is no language model")
         config = model.config
         text_model = TextModel(language_model, getattr(config, "text_config", config))
-        marker = FAMILIES.get(str(getattr(config, "model_type", "")))
+        marker = marker_of(config)
         if marker is not None and (processor := _processor(folder)) is not None:
             text_model.read_images(model, processor, marker)
         return text_model
