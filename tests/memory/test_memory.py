@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -600,6 +601,63 @@ def test_weights_are_counted_from_safetensors_headers(tmp_path: Path) -> None:
     assert spec.name == tmp_path.name
     by_file = memory.read_model_spec(tmp_path / "config.json")
     assert (by_file.dtype, by_file.layers) == ("float16", spec.layers)
+
+
+MODES = {
+    "affine": {"group_size": 64, "bits": 4},
+    "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+    "nvfp4": {"group_size": 16, "bits": 4, "mode": "nvfp4"},
+    "mxfp8": {"group_size": 32, "bits": 8, "mode": "mxfp8"},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_widened_bytes_are_counted_by_tensor(tmp_path: Path, mode: str) -> None:
+    """Of all quantizations, with one matrix in bits of its own, norms, and a float32 tensor."""
+    own = {"group_size": 32, "bits": 8, "mode": "affine"}
+    name = "model.layers.0.mlp.down_proj"
+    config = config_of("llama") | {"quantization": {**MODES[mode], name: own}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shapes = {"model.embed_tokens": (40, 128), name: (64, 256), "lm_head": (24, 64)}
+    weights = {"model.norm.weight": mx.ones((64,), mx.bfloat16), "model.b": mx.ones((3,))}
+    for stem, shape in shapes.items():
+        settings = own if stem == name else MODES[mode]
+        parts = mx.quantize(mx.random.normal(shape).astype(mx.bfloat16), **settings)
+        names = ("weight", "scales", "biases")[: len(parts)]
+        weights |= {f"{stem}.{n}": part for n, part in zip(names, parts, strict=True)}
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights, {"format": "mlx"})
+    wide = memory.read_model_spec(tmp_path, float32=True)
+    assert wide.weight_bytes == 4 * (40 * 128 + 64 * 256 + 24 * 64 + 64 + 3)
+    assert wide.whole_weight_bytes == 4 * (40 * 128 + 24 * 64 + 64 + 3)
+    native = memory.read_model_spec(tmp_path)
+    assert native.weight_bytes == sum(array.nbytes for array in weights.values())
+
+
+def test_blocks_of_8_bit_floats_are_counted_as_mxfp8(tmp_path: Path) -> None:
+    """As mlx-vlm reads them: a byte a number, and one for the scale of 32."""
+    form = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    config = config_of("llama") | {"quantization_config": form}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shapes = {"q.weight": (256, 128), "q.weight_scale_inv": (2, 1), "norm.weight": (64,)}
+    kinds = {
+        "q.weight": ("F8_E4M3", 1),
+        "q.weight_scale_inv": ("F32", 4),
+        "norm.weight": ("F32", 4),
+    }
+    header, offset = {}, 0
+    for name, shape in shapes.items():
+        kind, width = kinds.get(name, ("F32", 4))
+        size = width * prod(shape)
+        entry = {"dtype": kind, "shape": shape, "data_offsets": [offset, offset + size]}
+        header[f"model.layers.0.{name}"] = entry
+        offset += size
+    text = json.dumps(header).encode()
+    content = len(text).to_bytes(8, "little") + text + bytes(offset)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    spec = memory.read_model_spec(tmp_path)
+    assert spec.weight_bytes == 256 * 128 + 256 * 128 // 32 + 4 * 64
+    assert any("mxfp8" in note for note in spec.notes)
+    assert memory.read_model_spec(tmp_path, float32=True).weight_bytes == 4 * (256 * 128 + 64)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x05\x00", b"\xff" * 64, b"\x02" + b"\x00" * 7 + b"[]"])

@@ -32,7 +32,7 @@ def read_model_spec(
     Args:
         source: a model folder, a config.json, or its content. safetensors files next to the
             config provide bytes and dtype.
-        files: bytes of the weights by dtype, if already known.
+        files: bytes of the loaded weights by dtype, if already known.
         float32: whether the weights become float32 when loaded.
     """
     outer, name, folder = _load_config(source)
@@ -46,9 +46,9 @@ def read_model_spec(
     notes: list[str] = []
 
     if files is None:
-        files = _read_headers(folder) if folder else {}
+        files = _loaded_bytes(folder, outer, float32=float32) if folder else {}
     if float32:
-        files, outer = _widened(files, values), {**outer, "quantization": None}
+        outer = {**outer, "quantization": None}
         values = {**values, "dtype": "float32", "quantization": None}
     dtype = _dtype_of(files, values, notes)
     c = Config({**family.assumed, **values, "dtype": dtype}, name)
@@ -58,7 +58,11 @@ def read_model_spec(
     weight_bytes, weight_source = _weights(c, family, files)
     if files and folder is None:
         weight_source = "header of the file"
-    if any(kind.startswith("F8") for kind in files):
+    if _has_float8_blocks(outer):
+        notes.append(
+            "8-bit floats are counted as mlx-vlm reads them (mxfp8); mlx-lm may take twice"
+        )
+    elif any(kind.startswith("F8") for kind in files):
         notes.append("the files hold 8-bit floats, which mlx-lm may dequantize to twice the bytes")
     return ModelSpec(
         name=name,
@@ -135,6 +139,11 @@ MOST_HEADER_BYTES = 100_000_000
 """Maximum header size of a safetensors file in bytes, as in the safetensors library."""
 METADATA = "__metadata__"
 OUTSIDE = "outside of the layers"
+FLOAT8_GROUP = 32
+"""Number of weights of a scale of one byte in MLX's mxfp8."""
+_FLOAT8_PARTS = ("weight", "weight_scale_inv")
+_CODED_PARTS = ("weight", "scales", "biases")
+_HALVES = ("F16", "BF16")
 _IN_LAYERS = re.compile(r"(^|\.)(layers|blocks|h)\.\d+\.")
 
 
@@ -146,15 +155,46 @@ def _outside_layers(c: Config, files: Mapping[str, int], weight_bytes: int | Non
     return weight_bytes * _embeddings(c) // parameters if parameters else 0
 
 
-def _read_headers(folder: Path) -> dict[str, int]:
-    """Sum the tensor bytes of a folder's safetensors files by dtype, and outside the layers."""
+def _loaded_bytes(folder: Path, config: Mapping[str, object], *, float32: bool) -> dict[str, int]:
+    """Sum the bytes of a folder's loaded tensors by dtype, and outside the layers; from headers."""
+    headers, float8 = dict(_tensors(folder)), _has_float8_blocks(config)
     nbytes: Counter[str] = Counter()
-    for tensor, entry in _tensors(folder):
-        start, end = entry["data_offsets"]
-        nbytes[entry["dtype"]] += end - start
-        if not _IN_LAYERS.search(tensor):
-            nbytes[OUTSIDE] += end - start
+    for name, entry in headers.items():
+        stem, _, last = name.rpartition(".")
+        numbers, (start, end) = prod(entry["shape"]), entry["data_offsets"]
+        kind, size = entry["dtype"], end - start
+        if float8 and f"{stem}.weight_scale_inv" in headers and last in _FLOAT8_PARTS:
+            # Codes of a byte, and a scale for each 32 of them in place of those for blocks.
+            size = 0 if last != "weight" else numbers + numbers // FLOAT8_GROUP
+        elif f"{stem}.scales" in headers and last in _CODED_PARTS:
+            coded = last == "weight"
+            numbers = numbers * 32 // _coding(config, stem)[0] if coded else 0
+            size = size if not float32 else 4 * numbers
+        elif float32 and kind in _HALVES:
+            size = 4 * numbers
+        if float32 and kind.startswith("F8"):
+            size = 4 * numbers
+        kind = "F32" if float32 else kind
+        nbytes[kind] += size
+        if not _IN_LAYERS.search(name):
+            nbytes[OUTSIDE] += size
     return dict(nbytes)
+
+
+def _has_float8_blocks(config: Mapping[str, object]) -> bool:
+    """Return whether weights are 8-bit floats with a scale a block, which mlx-vlm makes mxfp8."""
+    stated = config.get("quantization_config")
+    form = stated if isinstance(stated, Mapping) else {}
+    return (form.get("quant_method"), form.get("weight_block_size")) == ("fp8", [128, 128])
+
+
+def _coding(config: Mapping[str, object], stem: str) -> tuple[int, str]:
+    """Return the bits and the mode of a quantized matrix, which may have its own."""
+    common = config.get("quantization")
+    common = common if isinstance(common, Mapping) else {}
+    own = common.get(stem)
+    settings = own if isinstance(own, Mapping) else common
+    return int(settings.get("bits", 4)), str(settings.get("mode", "affine"))
 
 
 def packed_weight_bytes(folder: str | Path) -> int | None:
@@ -172,9 +212,7 @@ def packed_weight_bytes(folder: str | Path) -> int | None:
             total += 4 * numbers
         if f"{stem}.scales" not in headers or last != "weight":
             continue
-        override = common.get(stem)
-        settings = override if isinstance(override, dict) else common
-        bits, mode = int(settings.get("bits", 4)), settings.get("mode", "affine")
+        bits, mode = _coding(values, stem)
         scales = headers[f"{stem}.scales"]
         if mode not in PACKED_MODES:
             total += 4 * numbers * 32 // bits
@@ -223,22 +261,6 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
                 "download it again"
             )
         yield from ((tensor, entry) for tensor, entry in header.items() if tensor != METADATA)
-
-
-def _widened(files: Mapping[str, int], values: Mapping[str, object]) -> dict[str, int]:
-    """Return the weight bytes by dtype after conversion to float32.
-
-    Scales and biases of quantized groups, in half precision, are dropped.
-    """
-    quantization = values.get("quantization")
-    stated = quantization if isinstance(quantization, dict) else {}
-    bits, group = int(stated.get("bits", 4)), int(stated.get("group_size", 64))
-    coded = files.get("U32", 0) * 8 // bits
-    halves = sum(files.get(kind, 0) for kind in ("F16", "BF16"))
-    total = 4 * coded + 2 * max(0, halves - coded // group * 4) + files.get("F32", 0)
-    whole = sum(n for kind, n in files.items() if kind != OUTSIDE)
-    outside = files.get(OUTSIDE, 0) * total // whole if whole else 0
-    return {"F32": total, OUTSIDE: outside} if files else {}
 
 
 def _held_dtype(files: Mapping[str, int]) -> str | None:
