@@ -268,3 +268,17 @@ def test_model_without_template_continues_text(browser: Any, tmp_path: Path) -> 
         page.get_by_role("button", name="Continue").click()
         expect(answer.locator(".text")).to_have_text("One, two, three, four.")
     assert [body["prompt"] for body in bodies] == [ASK, f"{ASK}One, two, three, "]
+
+
+def test_images_are_refused_where_model_reads_none(browser: Any, thinker: Running) -> None:
+    paste = """() => {
+        const files = new DataTransfer();
+        files.items.add(new File(["x"], "x.png", { type: "image/png" }));
+        const pasted = new ClipboardEvent("paste", { clipboardData: files, bubbles: true });
+        document.getElementById("draft").dispatchEvent(pasted);
+    }"""
+    with opened(browser, thinker.url) as page:
+        expect(page.locator("#state")).to_have_text("live")
+        page.evaluate(paste)
+        expect(page.locator("#hint")).to_have_text("This model reads no images.")
+        expect(page.locator("#pictures")).to_be_hidden()

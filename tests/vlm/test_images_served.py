@@ -224,3 +224,17 @@ def test_private_addresses_are_refused(pair: Pair) -> None:
             refused = chat(client, [text("Look: "), part])
             assert refused.status_code == 400
             assert "not a public address" in refused.json()["error"]["message"]
+
+
+def test_explanation_tells_images_apart(http: httpx.Client) -> None:
+    def asked(file: bytes) -> dict[str, Any]:
+        content = [text("Explain "), chat_part(file), text(" at length, with all that is there.")]
+        return {"messages": [{"role": "user", "content": content}]}
+
+    http.post("/v1/chat/completions", json={**asked(picture(7)), "max_tokens": 20})
+    same, other = (
+        http.post("/v1/cache/explain", json=asked(file)).json() for file in (picture(7), picture(8))
+    )
+    assert same["held_tokens"] == same["prompt_tokens"] // 16 * 16
+    assert other["held_tokens"] < same["held_tokens"]
+    assert other["prompt_tokens"] == same["prompt_tokens"]

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from penstock.engine.offload.tier_kinds import TIER_KINDS
 from penstock.engine.stats import Cleared, Stats
 from penstock.errors import PenstockError
+from penstock.models.input_spans import with_keys
 from penstock.prefix.explanation import Explanation
 from penstock.prefix.node import NodeView
 from penstock.server.access import salt_for
@@ -178,7 +179,8 @@ def _add_text(tokenizer: Any, tree: Tree, views: Sequence[NodeView]) -> None:
 
 
 def _read(service: Service, question: ExplainRequest) -> tuple[tuple[int, ...], str | None]:
-    tokens, rewritten, mended = tokens_of(service, question), REWRITTEN.get(), MENDED.get()
+    tokens = tokens_of(service, question)
+    rewritten, mended = REWRITTEN.get(), MENDED.get()
     if rewritten is None and question.messages is not None:
         rewritten = rewritten_in_front(service.prompts, question.messages, question.tools)
     if mended and question.messages is not None:
@@ -188,9 +190,11 @@ def _read(service: Service, question: ExplainRequest) -> tuple[tuple[int, ...], 
 
 
 def tokens_of(service: Service, question: ExplainRequest) -> tuple[int, ...]:
+    """Return a prompt by which KV is found, with words of its images' keys."""
     if question.messages is not None:
         salt = question.cache_salt or ""
-        return service.prompts.render(question.messages, question.tools, salt=salt)
+        prompt = service.prompts.render(question.messages, question.tools, salt=salt)
+        return with_keys(tuple(prompt), prompt.spans)
     if isinstance(question.prompt, str):
         return service.prompts.encode(question.prompt)
     tokens = tuple(question.prompt or ())

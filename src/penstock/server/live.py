@@ -52,7 +52,7 @@ SHOWN_REQUESTS = 40
 
 PAGE_HEADERS = {
     "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "Cache-Control": "no-cache",
@@ -81,6 +81,8 @@ class Snapshot(CacheStats):
     at_seconds: float
     model: str
     chats: bool
+    sees: bool
+    """Whether the model reads images."""
     version: str
     max_batch_size: int
     generated_per_second: float
@@ -201,6 +203,7 @@ class Pulse:
             at_seconds=now.at_seconds,
             model=self.service.model_name,
             chats=self.service.tokenizer.has_chat_template,
+            sees=self.service.prompts.images is not None,
             version=__version__,
             max_batch_size=look.max_batch_size,
             generated_per_second=now.generated_per_second,

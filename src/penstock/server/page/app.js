@@ -49,7 +49,7 @@ function show(snapshot) {
   setText(byId("model"), snapshot.model);
   setText(byId("version"), `penstock ${snapshot.version}`);
   document.title = `${percent(snapshot.stats.used_bytes / snapshot.stats.limit_bytes)} · penstock`;
-  chat.serves(snapshot.model, snapshot.chats);
+  chat.serves(snapshot.model, snapshot.chats, snapshot.sees);
   if (snapshot.history) {
     chart.remember(snapshot.history);
     speeds.push(...snapshot.history.generated_per_second.slice(-SPARK_POINTS));

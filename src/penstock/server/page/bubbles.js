@@ -3,13 +3,15 @@
 
 import { duration, make, setText } from "./format.js";
 import { markdown } from "./markdown.js";
+import { image, parted } from "./pictures.js";
 
-/** Make a question's bubble; `edit` takes it back. */
+/** Make a question's bubble, of a text or of images and a text; `edit` takes it back. */
 export function questionBubble(content, edit) {
+  const { urls, text } = parted(content);
   const words = "Edit, and go on from here";
   const button = make("button", { type: "button", class: "edit", "aria-label": words, title: words }, "✎");
   button.addEventListener("click", edit);
-  return make("article", { class: "message user", "aria-label": "You" }, make("p", { class: "text" }, content), button);
+  return make("article", { class: "message user", "aria-label": "You" }, ...urls.map(image), make("p", { class: "text" }, text), button);
 }
 
 /** Make the bubble of an answer that is coming. */

@@ -4,6 +4,7 @@
 import { ask, events } from "./api.js";
 import { answerBubble, questionBubble } from "./bubbles.js";
 import { byId, count, duration, make, percent, setText, speed } from "./format.js";
+import { parted, Pictures } from "./pictures.js";
 
 /** Tokens of a text that goes on without a template, where no length is asked for: it has no end. */
 const CONTINUED_TOKENS = 256;
@@ -56,6 +57,7 @@ export class Chat {
   constructor() {
     this.log = byId("log");
     this.draft = byId("draft");
+    this.pictures = new Pictures((why) => this.hint(why));
     /** Whether the end of the conversation is in sight, and stays there while it grows. */
     this.following = true;
     this.lastTop = 0;
@@ -80,7 +82,8 @@ export class Chat {
   }
 
   /** Learn which model is served: what could be said first depends on it. */
-  serves(model, chats) {
+  serves(model, chats, sees) {
+    this.pictures.read = chats && sees;
     if (model === this.model) return;
     this.model = model;
     this.chats = chats;
@@ -108,6 +111,7 @@ export class Chat {
     this.halt();
     this.messages = [];
     this.next = [];
+    this.pictures.show([]);
     this.log.replaceChildren(byId("welcome") ?? this.welcome);
     this.hint("");
     this.draft.focus();
@@ -116,7 +120,7 @@ export class Chat {
   /** Send a message, and write down the answer while it comes. */
   async send(text) {
     const said = text.trim();
-    if (!said || this.running) return;
+    if (!(said || this.pictures.urls.length) || this.running) return;
     this.offered?.remove();
     this.welcome ??= byId("welcome");
     this.welcome.remove();
@@ -125,8 +129,9 @@ export class Chat {
     this.fitDraft();
     this.hint("");
     const at = this.messages.length;
-    this.messages.push({ role: "user", content: said });
-    this.append(questionBubble(said, () => this.edit(at)));
+    const content = this.pictures.contentWith(said);
+    this.messages.push({ role: "user", content });
+    this.append(questionBubble(content, () => this.edit(at)));
     await this.answer();
   }
 
@@ -198,9 +203,10 @@ export class Chat {
   again(element) {
     if (this.running) return;
     const at = [...this.log.children].indexOf(element) - 1;
-    const { content } = this.messages[at];
+    const { urls, text } = parted(this.messages[at].content);
     this.cutBack(at);
-    this.send(content);
+    this.pictures.show(urls);
+    this.send(text);
   }
 
   /** Offer to go on with an answer that was cut. */
@@ -247,7 +253,9 @@ export class Chat {
   /** Take a message back, and all behind it, and have it written again. */
   edit(at) {
     this.halt();
-    this.draft.value = this.messages[at].content;
+    const { urls, text } = parted(this.messages[at].content);
+    this.draft.value = text;
+    this.pictures.show(urls);
     this.cutBack(at);
     this.fitDraft();
     this.draft.focus();
@@ -305,7 +313,8 @@ export class Chat {
   /** Show how much of the prompt that would be sent now is in the cache. */
   async askHint() {
     const draft = this.draft.value.trim();
-    if (!draft || this.running) return this.hint("");
+    const pictured = this.pictures.urls.length || this.messages.some(({ content }) => Array.isArray(content));
+    if (!draft || pictured || this.running) return this.hint(""); // all images would be sent for it
     try {
       const messages = [...this.conversation(), { role: "user", content: draft }];
       const body = this.chats ? { messages } : { prompt: this.text() + draft };
