@@ -219,6 +219,25 @@ def test_running_answer_goes_on_while_images_are_encoded(qwen: Pair, engine: Eng
     running.cancel()
 
 
+def test_known_prompt_waits_for_no_other_image(qwen: Pair, engine: Engine) -> None:
+    """All of it is cached: it runs once its positions are known, and no step waits for them."""
+    known = qwen.request(TALK, [picture(33), picture(34)], TOKENS)
+    expected, _ = answer(engine, known)
+    slow = SlowTower(qwen.loaded.model.span_reader, 0.5)
+    engine._wait(engine._later(lambda core: setattr(core.features, "_reader", slow)))
+    running = engine.submit(qwen.request("No picture here .", [], 2_000))
+    while not running.choices[0].tokens:
+        list(running.events())
+        time.sleep(0.01)
+    looking = engine.submit(qwen.request(TALK, [picture(35), picture(36)], 1))
+    time.sleep(0.05)
+    again = engine.submit(known)
+    assert list(again.result()[0].tokens) == expected
+    list(looking.events())
+    assert looking.choices[0].finish is None, "it has waited for the other's images"
+    running.cancel()
+
+
 def test_failing_tower_fails_its_request_alone(qwen: Pair, engine: Engine) -> None:
     request = qwen.request(TALK, [picture(41), picture(42)], 2)
     broken = tuple(replace(span, key=b"x" * 32, source=None) for span in request.spans)

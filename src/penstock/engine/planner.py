@@ -77,3 +77,5 @@ class StepPlanner:
                 sequence.ready = sequence.inputs.ready(start, start + self._scheduler.budget_tokens)
             except PenstockError as error:
                 self._admission.fail(sequence, error)
+            else:
+                self._admission.advance(sequence)

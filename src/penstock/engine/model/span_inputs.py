@@ -1,6 +1,6 @@
 """Inputs of a sequence that are no tokens: embeddings of spans, and positions behind them.
 
-    enqueue ──> positions, in the worker
+    enqueue ──> positions, in a thread of their own
         plan    ──> embeddings of the spans in the next chunk: kept, or computed in the worker
             run     ──> arguments of the model for the chunk
 
@@ -50,6 +50,10 @@ class Inputs(Protocol):
     def shift(self) -> int:
         """Position of the next token in the model, less the number of tokens before it."""
 
+    @property
+    def positioned(self) -> bool:
+        """Whether `shift` is known; it takes the worker a moment."""
+
     def tokens(self, known: Sequence[int], start: int, end: int) -> Sequence[int]:
         """Return the tokens from `start` to `end`, where `known` has words of keys."""
 
@@ -64,6 +68,7 @@ class TokenInputs:
     """Inputs of a sequence that has nothing but tokens."""
 
     shift = 0
+    positioned = True
 
     def tokens(self, known: Sequence[int], start: int, end: int) -> Sequence[int]:
         return known[start:end]
@@ -96,7 +101,7 @@ class _Job:
 
 
 class SpanFeatures:
-    """Embeddings of spans by key. Owned by the engine's thread; one worker computes them.
+    """Embeddings of spans by key. Owned by the engine's thread; a worker computes them.
 
     Args:
         reader: the model's side; None if the model takes tokens alone.
@@ -112,7 +117,7 @@ class SpanFeatures:
         self._faults: dict[bytes, PenstockError] = {}
         self._evicted_worth = 0.0
         self._reserved = tree.ledger.reserve(Kind.FEATURES, 0)
-        self._worker: ThreadPoolExecutor | None = None
+        self._workers: dict[str, ThreadPoolExecutor] = {}
         self._waiting: set[Future[Any]] = set()
         self.embedded = 0
         """Number of spans whose embeddings were computed."""
@@ -125,13 +130,15 @@ class SpanFeatures:
             return [TOKENS_ONLY] * request.n
         if self._reader is None:
             raise SettingError("this model takes tokens alone, and the request has other inputs")
-        positions = self._submit(self._reader.positions, request.prompt, request.spans)
+        reader = self._reader
+        positions = self._submit("positions", reader.positions, request.prompt, request.spans)
         return [SpanInputs(self, request, positions) for _ in range(request.n)]
 
-    def _submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="penstock-spans")
-        answer = self._worker.submit(_on_own_stream, call, *args)
+    def _submit(self, what: str, call: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Call in one of two threads: positions, which are quick, wait for no embeddings."""
+        if what not in self._workers:
+            self._workers[what] = ThreadPoolExecutor(1, thread_name_prefix=f"penstock-{what}")
+        answer = self._workers[what].submit(_on_own_stream, call, *args)
         self._waiting.add(answer)
         return answer
 
@@ -179,7 +186,7 @@ class SpanFeatures:
                 ledger.limit_bytes,
             )
         reserved = ledger.reserve(Kind.FEATURES, nbytes)
-        answer = self._submit(_timed, self._reader.embed, span)
+        answer = self._submit("embeddings", _timed, self._reader.embed, span)
         self._jobs[span.key] = _Job(answer, reserved)
 
     def collect(self) -> None:
@@ -239,9 +246,11 @@ class SpanFeatures:
         return self._reader.arguments(tokens, start, positions, embedded)
 
     def close(self) -> None:
-        if self._worker is not None:
-            self._worker.submit(mx.clear_streams)
-            self._worker.shutdown(wait=True, cancel_futures=False)
+        for answer in self._waiting:
+            answer.cancel()
+        for worker in self._workers.values():
+            worker.submit(mx.clear_streams)
+            worker.shutdown(wait=True)
         for job in self._jobs.values():
             job.reserved.release()
         self._jobs.clear()
@@ -269,6 +278,10 @@ class SpanInputs:
     @property
     def shift(self) -> int:
         return self._positions.result().shift
+
+    @property
+    def positioned(self) -> bool:
+        return self._positions.done() and self._positions.exception() is None
 
     def tokens(self, known: Sequence[int], start: int, end: int) -> Sequence[int]:
         prompt = self._prompt[start:end]

@@ -174,8 +174,13 @@ class Admission:
         sequence.note_prompt()
 
     def advance(self, sequence: Sequence) -> None:
-        """Move a prefilled sequence to RUNNING, or finish it if `max_tokens` is 0."""
+        """Move a prefilled sequence to RUNNING, or finish it if `max_tokens` is 0.
+
+        One whose positions are not known yet is moved by the planner when they are.
+        """
         if sequence.remaining_tokens or sequence.state is not State.PREFILLING:
+            return
+        if not sequence.inputs.positioned:
             return
         if sequence.request.max_tokens:
             self._scheduler.act(sequence, "prefilled")
