@@ -286,9 +286,10 @@ def own_attributes(model: Any) -> Any:
 
 def marker_of(config: Any) -> str | None:
     """Return the mark of a model whose images are read; None for another."""
-    if getattr(config.text_config, "use_bidirectional_attention", None) == "vision":
+    text = getattr(config, "text_config", None)
+    if getattr(text, "use_bidirectional_attention", None) == "vision":
         return None
-    return FAMILIES.get(str(config.model_type))
+    return FAMILIES.get(str(getattr(config, "model_type", "")))
 
 
 def tower_of(model: nn.Module) -> nn.Module:
