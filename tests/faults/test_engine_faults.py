@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import psutil
 import pytest
 from engine_faults import (
@@ -59,6 +60,7 @@ def crowd(setup: Setup) -> tuple[list[Handle], Handle, Handle]:
         setup.until(handle, State.RUNNING)
     prefilling = setup.ask(LONG)
     setup.until(prefilling, State.PREFILLING)
+    setup.sequence(prefilling).reads_alone = True  # a failure is then of one kind of pass
     waiting = setup.ask(SHORT)
     setup.step()
     states = [setup.state(handle) for handle in (*running, prefilling, waiting)]
@@ -949,3 +951,65 @@ def test_check_detects_retained_segment() -> None:
             setup.check()
         del kept
         setup.check()
+
+
+# ---- a chunk in the pass of a decode step
+
+
+def mixes(tokens: mx.array) -> bool:
+    """Return whether a pass has the tokens of answers and of a chunk, each a row."""
+    rows, width = tokens.shape
+    return width == 1 and rows > SETTINGS["max_batch_size"]
+
+
+def joined(setup: Setup) -> tuple[list[Handle], Handle]:
+    """Return two answers that run, and one whose prompt ends with a chunk beside them.
+
+    The engine takes the model's layers for ones that are computed in one job.
+    """
+    setup.core.runner.kv_dtype = mx.float32
+    running = [setup.ask(SHORT, 40), setup.ask(SHORT, 40)]
+    for handle in running:
+        setup.until(handle, State.RUNNING)
+    return running, setup.ask(CHUNK + SHORT)
+
+
+def test_chunk_beside_answers_is_computed_in_their_pass() -> None:
+    with made() as setup:
+        running, prefilling = joined(setup)
+        setup.model.arm(fails, only=mixes)
+        with pytest.MonkeyPatch.context() as patch:
+            passes: list[tuple[int, ...]] = []
+            patch.setattr(setup.model, "only", lambda tokens: passes.append(tokens.shape))
+            setup.until(prefilling, State.RUNNING)
+        assert (2 + SHORT - 1, 1) in passes and (1, SHORT - 1) not in passes
+        setup.model.times = 0
+        setup.drain()
+        for handle in (*running, prefilling):
+            assert_right(handle)
+
+
+@pytest.mark.parametrize("how", [fails, fail_after_last_layer, runs_out_of_memory])
+def test_failure_beside_a_chunk_costs_no_answer(how: Fault) -> None:
+    """Nothing says whose fault it was: all are computed again, each chunk in a pass of its own."""
+    with made() as setup:
+        running, prefilling = joined(setup)
+        setup.model.arm(how, 100, only=mixes)
+        setup.drain()
+        assert 1 <= len(setup.model.rows) <= 3, "each prompt is tried once"
+        for handle in (*running, prefilling):
+            assert_right(handle)
+        stats = setup.core.view.stats()
+        assert (stats.requests, stats.finished, stats.failed) == (3, 3, 0)
+        assert stats.preemptions >= 2
+
+
+def test_prompt_that_breaks_the_model_fails_alone_behind_a_pass_with_others() -> None:
+    with made() as setup:
+        running, prefilling = joined(setup)
+        chunk = setup.sequence(prefilling).tokens[CHUNK]
+        setup.model.arm(fails, 100, only=lambda tokens: chunk in np.array(tokens))
+        setup.drain()
+        assert "reading its prompt: ValueError: a model's bug" in str(error_of(prefilling))
+        for handle in running:
+            assert_right(handle)

@@ -1,4 +1,7 @@
-"""Cache objects passed to the model for a prefill chunk: attend to spans, keep the new KV."""
+"""Cache objects passed to the model for a prefill chunk: attend to spans, keep the new KV.
+
+A chunk has a pass of its own, or one together with a decode step.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ import mlx.core as mx
 from penstock.attention import span_attention
 from penstock.attention.attention_backend import AttentionBackend
 from penstock.attention.joined_reads import join_parts
-from penstock.attention.reads import Reads
+from penstock.attention.reads import DecodeReads, Reads
 from penstock.attention.span_attention import LOG2_E, AttentionWindow
 from penstock.attention.streamed_reads import attend_streamed
+from penstock.kv import columns as col
 from penstock.kv.codecs.scales import Squares
 from penstock.kv.segment import KVSpan
 
@@ -128,3 +132,101 @@ class ChunkReads(Reads):
             self.device,
             lazily=self.last,
         )
+
+
+class MixedReads(Reads):
+    """Cache of one layer, in which each token is a row of the batch with a position of its own.
+
+    First come the new tokens of each running sequence, then those of the chunk. Products and norms
+    take all of them together; attention reads each part as in a pass of its own.
+    """
+
+    def __init__(
+        self,
+        decode: DecodeReads,
+        chunk: ChunkReads,
+        offset: mx.array,
+        plans: dict[Hashable, Any],
+    ) -> None:
+        """Initialize the cache of a layer.
+
+        Args:
+            decode: cache of the running sequences.
+            chunk: cache of the chunk.
+            offset: positions of all tokens, (rows x width + n,).
+            plans: what compiled attention shares among the layers of the pass.
+        """
+        super().__init__(decode.layer, decode.attention_window)
+        self.decode = decode
+        self.chunk = chunk
+        self.offset = offset
+        self.plans = plans
+        self._fetched: list[tuple[mx.array, mx.array]] = []
+
+    @property
+    def decoded_tokens(self) -> int:
+        """Number of new tokens of the running sequences."""
+        rows, width, _ = self.decode.step.size
+        return rows * width
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write and keep the tokens' keys and values, (tokens, kv_heads, 1, dim); return them."""
+        of_rows, of_chunk = zip(self._parts(keys), self._parts(values), strict=True)
+        self._fetched = [
+            self.decode.update_and_fetch(*of_rows),
+            # Copies: a view would keep the keys of all tokens.
+            self.chunk.update_and_fetch(*map(_copied, of_chunk)),
+        ]
+        self._given = keys, values
+        return keys, values
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: object,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attend as the model's own attention does: (tokens, heads, 1, d) -> (..., value_dim)."""
+        self.check_given(keys, values, mask)
+        (of_rows, of_chunk), (rows, chunk) = self._parts(queries), self._fetched
+        mixed = self.decode.attend(of_rows, *rows, scale, mask, sinks)
+        read = self.chunk.attend(of_chunk, *chunk, scale, mask, sinks)
+        return mx.concatenate([_by_token(part) for part in (mixed, read)])
+
+    def _parts(self, by_token: mx.array) -> tuple[mx.array, mx.array]:
+        """Divide (tokens, heads, 1, d) into (rows, heads, width, d) and (1, heads, n, d)."""
+        rows, width, _ = self.decode.step.size
+        heads, dim = by_token.shape[1], by_token.shape[3]
+        first, rest = by_token[: rows * width], by_token[rows * width :]
+        of_rows = first.reshape(rows, width, heads, dim).swapaxes(1, 2)
+        return of_rows, rest.reshape(1, -1, heads, dim).swapaxes(1, 2)
+
+
+def _copied(side: mx.array) -> mx.array:
+    copy = col.copied(side)
+    assert isinstance(copy, mx.array)
+    return copy
+
+
+def _by_token(side: mx.array) -> mx.array:
+    """Return (b, heads, n, d) with a row for each token, (b x n, heads, 1, d)."""
+    _, heads, _, dim = side.shape
+    return side.swapaxes(1, 2).reshape(-1, heads, 1, dim)
+
+
+def mixed_reads(
+    decode: Sequence[DecodeReads], chunk: Sequence[ChunkReads], positions: Sequence[int]
+) -> list[MixedReads]:
+    """Return the caches for a pass, one per layer.
+
+    Args:
+        decode: caches of the running sequences.
+        chunk: caches of the chunk.
+        positions: positions of all new tokens.
+    """
+    offset, plans = mx.array(list(positions)), dict[Hashable, Any]()
+    pairs = zip(decode, chunk, strict=True)
+    return [MixedReads(of_rows, of_chunk, offset, plans) for of_rows, of_chunk in pairs]

@@ -101,6 +101,7 @@ class EngineParts:
             self.group,
             self.speculator,
             logits_tokens=self.estimator.logits_tokens,
+            step_tokens=self.limits.step_tokens,
         )
         self.postprocessor = Postprocessor(
             self.stores,

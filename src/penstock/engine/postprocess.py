@@ -100,7 +100,7 @@ class Postprocessor:
 
     def _decoded(self, computed: DecodePass) -> None:
         if computed.error is not None:
-            self._decode_failed(computed.sequences, computed.error)
+            self._decode_failed(computed, computed.error)
             return
         self.failed_in_a_row = 0
         rows = zip(computed.sequences, computed.choices, computed.states, strict=True)
@@ -149,13 +149,22 @@ class Postprocessor:
         elif sequence.generated_tokens >= request.max_tokens:
             self._admission.finish(sequence, lambda s: s.end("length"))
 
-    def _decode_failed(self, sequences: list[Sequence], error: Exception) -> None:
-        """Fail the answers of a pass; if out of memory, preempt them, and fail one on a retry."""
+    def _decode_failed(self, computed: DecodePass, error: Exception) -> None:
+        """Fail the answers of a pass; if out of memory, preempt them, and fail one on a retry.
+
+        Beside a prefill chunk all are preempted, as the chunk may be at fault.
+        """
+        sequences = computed.sequences
         self._stores.tails.drop()  # what it wrote may be no numbers
         if isinstance(error, SpilledLost):
             for sequence in sequences:
                 self._admission.preempt(sequence)
             self._admission.compute_again(error)
+            return
+        if computed.together:
+            self._stores.shrink_after(error)
+            for sequence in sequences:
+                self._admission.preempt(sequence)
             return
         if not out_of_memory(error):
             for sequence in sequences:
@@ -217,7 +226,9 @@ class Postprocessor:
         self._stores.scored.remember(logprobs, start, scores, sequence.block_hashes)
 
     def _count(self, computed: PrefillPass, start: int) -> None:
-        counters, seconds = self._stores.counters, time.perf_counter() - computed.started_seconds
+        counters, seconds = self._stores.counters, computed.seconds
+        if seconds is None:
+            seconds = time.perf_counter() - computed.started_seconds
         counters.prefill_steps += 1
         counters.prefilled_tokens += computed.tokens
         counters.prefill_seconds.append(seconds)

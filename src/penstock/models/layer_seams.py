@@ -19,6 +19,10 @@ from penstock.caches.selective import SelectiveKVCache
 from penstock.kv.checks import loaded_model
 
 _ATTENTION = "scaled_dot_product_attention"
+HEADS = ("lm_head", "output", "embed_out")
+"""Names of output layers in mlx-lm's models."""
+HEAD = "penstock_head"
+"""Attribute of an output layer."""
 
 
 def attach(model: nn.Module) -> tuple[str, ...]:
@@ -30,12 +34,15 @@ def attach(model: nn.Module) -> tuple[str, ...]:
     Linear layers and embeddings become this module's classes. Nothing else is patched. Idempotent.
     """
     loaded_model("attach", model)
-    modules: list[nn.Module] = model.modules()  # type: ignore[no-untyped-call]
-    names = {type(module).__module__ for module in modules}
-    for part in modules:
-        kind = _SEAMS.get(type(part))
+    named: list[tuple[str, nn.Module]] = model.named_modules()  # type: ignore[no-untyped-call]
+    names = {type(module).__module__ for _, module in named}
+    for name, part in named:
+        is_head = name.rpartition(".")[2] in HEADS
+        kind = (_SEAMS | _HEADS if is_head else _SEAMS).get(type(part))
         if kind is not None:
             part.__class__ = kind
+        if is_head:
+            setattr(part, HEAD, True)
     attached = []
     for name in sorted(names):
         module = sys.modules[name]
@@ -78,7 +85,8 @@ class _Active(threading.local):
     """Back end of this thread's products during a decode step; None otherwise."""
 
     device: AttentionBackend | None = None
-    no_logits = False
+    logit_rows: int | None = None
+    """First rows of a batch whose logits are read; None for all of them."""
 
 
 _active = _Active()
@@ -86,6 +94,7 @@ _active = _Active()
 
 class Linear(nn.Linear):
     def __call__(self, x: mx.array) -> mx.array:
+        x = read_rows(x, self)
         if _active.device is None:
             return super().__call__(x)
         products = _active.device.multiply_weights(x, self["weight"])
@@ -96,12 +105,28 @@ class Embedding(nn.Embedding):
     """An embedding that may also be the output layer; see `Linear`."""
 
     def as_linear(self, x: mx.array) -> mx.array:
+        x = read_rows(x)
         if _active.device is None:
             return super().as_linear(x)  # type: ignore[no-any-return, no-untyped-call]
         return _active.device.multiply_weights(x, self["weight"])
 
 
-_SEAMS: dict[type, type[nn.Module]] = {nn.Linear: Linear, nn.Embedding: Embedding}
+class QuantizedLinear(nn.QuantizedLinear):
+    def __call__(self, x: mx.array) -> mx.array:
+        return super().__call__(read_rows(x, self))  # type: ignore[no-any-return, no-untyped-call]
+
+
+class QuantizedEmbedding(nn.QuantizedEmbedding):
+    def as_linear(self, x: mx.array) -> mx.array:
+        return super().as_linear(read_rows(x))  # type: ignore[no-any-return, no-untyped-call]
+
+
+_SEAMS: dict[type, type[nn.Module]] = {
+    nn.Linear: Linear,
+    nn.Embedding: Embedding,
+    nn.QuantizedEmbedding: QuantizedEmbedding,
+}
+_HEADS: dict[type, type[nn.Module]] = {nn.QuantizedLinear: QuantizedLinear}
 
 
 @contextmanager
@@ -117,12 +142,26 @@ def decoding(device: AttentionBackend) -> Iterator[None]:
 @contextmanager
 def without_logits() -> Iterator[None]:
     """Let a model skip its logits on this thread, as nothing reads them."""
-    _active.no_logits = True
+    with logits_of(0):
+        yield
+
+
+@contextmanager
+def logits_of(rows: int) -> Iterator[None]:
+    """Let output layers compute the first rows of a batch alone on this thread."""
+    _active.logit_rows = rows
     try:
         yield
     finally:
-        _active.no_logits = False
+        _active.logit_rows = None
 
 
 def skips_logits() -> bool:
-    return _active.no_logits
+    return _active.logit_rows == 0
+
+
+def read_rows(x: mx.array, layer: nn.Module | None = None) -> mx.array:
+    """Return the rows of an output layer's input whose logits are read; all for another layer."""
+    if not _active.logit_rows or (layer is not None and not getattr(layer, HEAD, False)):
+        return x
+    return x[: _active.logit_rows]

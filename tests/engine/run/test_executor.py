@@ -55,6 +55,7 @@ class Steps:
             ProcessGroup(time.monotonic),
             Speculator(stores, 0, NoDraft()),
             logits_tokens=64,
+            step_tokens=64,
         )
         self.sequences = [self.places.add(n, prompt=prompt) for n, prompt in enumerate(prompts)]
         self.places.admission.admit()

@@ -19,7 +19,7 @@ from penstock.attention.attention_backend import (
     PlainOperations,
 )
 from penstock.attention.attention_plan import DecodeRow
-from penstock.attention.chunk_reads import ChunkReads
+from penstock.attention.chunk_reads import ChunkReads, mixed_reads
 from penstock.attention.joined_reads import JoinedReads
 from penstock.attention.reads import decode_reads
 from penstock.attention.selection.selection import READ_ALL
@@ -44,7 +44,7 @@ from penstock.kv.states import (
 from penstock.kv.tails import LayerShape, Tails, token_bytes
 from penstock.models import mlx_lm as seam
 from penstock.models.arguments import positions, query_heads
-from penstock.models.layer_seams import attach, decoding, without_logits
+from penstock.models.layer_seams import attach, decoding, logits_of, without_logits
 
 SCALES_SEED = "penstock scales"
 SCALES_CHUNKS = 4
@@ -273,6 +273,54 @@ class Runner:
             logits = self.model(mx.array([list(new) for new in tokens]), cache=caches, **more)
         left = unpinned(seam.states_of(kept))
         return DecodeOutput(logits, [RecurrentState(left, row) for row in range(len(rows))])
+
+    @property
+    def mixes(self) -> bool:
+        """Whether running sequences and a prefill chunk are computed in one pass.
+
+        Layers that keep another dtype than they compute are packed, and computed in one job: its
+        memory follows from the tokens of a pass. In MLX's operations both parts would be alive.
+        """
+        return self.kv_dtype is not None and not (self._passes_on or self.ranks > 1)
+
+    def mixed(
+        self,
+        tokens: Sequence[Sequence[int]],
+        rows: Sequence[DecodeRow],
+        tails: Tails,
+        prompt: Sequence[int],
+        parts: Sequence[KVSpan],
+        position: int,
+    ) -> tuple[DecodeOutput, PrefillOutput]:
+        """Run a decode step and a prefill chunk in one pass, if `mixes`; the chunk is evaluated.
+
+        Args:
+            tokens: new tokens of each row, see `decode`.
+            rows: see `decode`.
+            prompt: tokens of the chunk.
+            parts: spans that the chunk attends to.
+            position: position of the chunk's first token.
+        """
+        tails.ready()
+        width = len(tokens[0])
+        given = self.device, rows, tails, width, self.ways, self.selection, self.most_joined
+        chunk = [
+            r for r in self._chunk_reads(parts, position, "shared") if isinstance(r, ChunkReads)
+        ]
+        starts = [(row.position, width) for row in rows]
+        positions = [
+            place
+            for start, count in (*starts, (position, len(prompt)))
+            for place in range(start, start + count)
+        ]
+        decode = decode_reads(DecodeStep.of(*given), self.attention_windows)
+        caches, _ = self.layout.caches(mixed_reads(decode, chunk, positions), None)
+        new = [[token] for token in (*(token for row in tokens for token in row), *prompt)]
+        count = width * len(rows)
+        with decoding(self.device), logits_of(count):
+            logits = self.model(mx.array(new), cache=caches)[:count]
+        logits = logits.reshape(len(rows), width, -1)
+        return DecodeOutput(logits, []), self._left(chunk, [], len(prompt), position)
 
     def prefill(
         self,

@@ -3,8 +3,9 @@
     decode ──> compute and sample a token for each running sequence
         prefill ──> compute a chunk of a prompt
 
-A pass has no visible effect: it writes past each sequence's committed length, which only
-postprocessing advances. An error is returned with the pass, not raised.
+The first chunk goes through the layers together with the decode step where the model allows it: its
+weights are read once then. A pass has no visible effect: it writes past each sequence's committed
+length, which only postprocessing advances. An error is returned with the pass, not raised.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from penstock.engine.model.sampling import (
     without_frames,
 )
 from penstock.engine.model.verification import verified, verified_greedy
+from penstock.engine.prefill_rate import RunningMean
 from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.engine.run.speculator import Speculator
 from penstock.engine.schedule.kv_stores import KVStores, out_of_memory
-from penstock.engine.schedule.scheduler import State, StepPlan
+from penstock.engine.schedule.scheduler import PrefillChunk, State, StepPlan
 from penstock.engine.schedule.sequence import Sequence
 from penstock.errors import PenstockError, StepFailed
 from penstock.kv.states import RecurrentState
@@ -46,6 +48,8 @@ class DecodePass:
     states: list[RecurrentState | None]
     """Recurrent states of each sequence after its tokens; None without recurrent layers."""
     error: Exception | None = None
+    together: bool = False
+    """Whether a prefill chunk was computed in the same pass, and may have caused the error."""
 
 
 @dataclass(slots=True)
@@ -60,6 +64,8 @@ class PrefillPass:
     scores: Scores | None = None
     """Log-probabilities of the prompt tokens that follow each position; None if not requested."""
     error: Exception | None = None
+    seconds: float | None = None
+    """Seconds that the chunk added to a decode step; None for a pass of its own."""
 
     def take(self) -> PrefillOutput:
         """Return the arrays and drop the pass's references to them."""
@@ -68,6 +74,8 @@ class PrefillPass:
         return chunk
 
 
+LEAST_SHARE = 0.25
+"""Smallest part of a pass with a decode step that counts as a chunk's: such a step varies."""
 StepOutput: TypeAlias = Iterator[DecodePass | PrefillPass]
 
 
@@ -78,6 +86,7 @@ class ModelExecutor:
         stores: KV stores; cold nodes are evicted when MLX runs out of memory.
         group: processes that run the same passes over the other shards of the model.
         logits_tokens: maximum number of prompt tokens whose logits are computed together.
+        step_tokens: maximum number of tokens of a pass.
     """
 
     def __init__(
@@ -88,8 +97,12 @@ class ModelExecutor:
         speculator: Speculator,
         *,
         logits_tokens: int,
+        step_tokens: int,
     ) -> None:
         self._logits_tokens = logits_tokens
+        self._step_tokens = step_tokens
+        self._decode_seconds = RunningMean(0.0)
+        """Mean seconds of the latest decode steps without a chunk."""
         self._stores = stores
         self._runner = runner
         self._tails = stores.tails
@@ -101,17 +114,41 @@ class ModelExecutor:
         """Yield the passes of a step; each is computed after the previous one was consumed.
 
         So decoded tokens are postprocessed before the prefill chunk starts, and a chunk can read
-        the codes of the block before it. The arrays of two passes are never alive together.
+        the codes of the block before it. The arrays of two passes are never alive together, but
+        those of a chunk that is computed in the decode step's pass.
         """
+        chunks = list(plan.prefill)
         if plan.decode:
-            yield self._decode(list(plan.decode), meanwhile)
-        for chunk in plan.prefill:
+            beside = next((chunk for chunk in chunks[:1] if self._joins(chunk.sequence)), None)
+            decoded, read = self._decode(list(plan.decode), meanwhile, beside)
+            yield decoded
+            del decoded
+            if read is not None:
+                chunks = chunks[1:]
+                # What ran out of memory may have preempted it.
+                if read.sequence.state is State.PREFILLING:
+                    yield read
+                del read
+        for chunk in chunks:
             yield from self._prefill(chunk.sequence, chunk.tokens)
+
+    def _joins(self, sequence: Sequence) -> bool:
+        """Return whether a chunk of a prompt may be computed in the pass of a decode step."""
+        apart = self._stores.by_block or sequence.reads_logits or sequence.reads_alone
+        return self._runner.mixes and not apart
 
     # ---- decoding
 
-    def _decode(self, sequences: list[Sequence], meanwhile: Callable[[], object]) -> DecodePass:
-        """Compute and sample the next tokens of each sequence, verifying its proposed tokens."""
+    def _decode(
+        self,
+        sequences: list[Sequence],
+        meanwhile: Callable[[], object],
+        beside: PrefillChunk[Sequence] | None,
+    ) -> tuple[DecodePass, PrefillPass | None]:
+        """Compute and sample the next tokens of each sequence, verifying its proposed tokens.
+
+        A chunk `beside` is computed in the same pass, if that has few enough tokens.
+        """
         rows = [sequence.row() for sequence in sequences]
         order = in_order(rows)
         sequences, rows = [sequences[i] for i in order], [rows[i] for i in order]
@@ -128,12 +165,17 @@ class ModelExecutor:
             for s, proposal in zip(sequences, proposals, strict=True)
         ]
         before = self._recurrent_states(sequences)
+        if beside is not None and width * len(rows) + beside.tokens > self._step_tokens:
+            beside = None
         started = time.perf_counter()
         try:
             samplers = [s.sampler for s in sequences]
             device = self._runner.device
             with device.decoding(len(rows), width, rows[0].held_tokens):
-                decoded = self._runner.decode(new, rows, self._tails, before)
+                if beside is None:
+                    decoded, chunk = self._runner.decode(new, rows, self._tails, before), None
+                else:
+                    decoded, chunk = self._mixed(new, rows, beside)
                 logits, writes = decoded.logits, [*self._tails.buffers(), *decoded.arrays()]
                 if greedy_only(samplers) and _unruled(samplers, proposals):
                     best = likeliest(logits.reshape(-1, logits.shape[-1]))
@@ -148,16 +190,33 @@ class ModelExecutor:
         # A boundary: a model's code may raise anything, and none of it may end the engine.
         except Exception as error:  # noqa: BLE001
             self._group.fault("decoding", error)
-            return DecodePass(sequences, [], [], without_frames(error))
+            together = beside is not None
+            if beside is not None:
+                beside.sequence.reads_alone = True
+            return DecodePass(sequences, [], [], without_frames(error), together), None
         if width == 1:  # of several ranks it always is
             chosen = _listed(self._group.chosen(_alone(chosen)))
         seconds = time.perf_counter() - started
         right = [None if isinstance(of, Exception) else len(of) - 1 for of in chosen]
-        self._speculator.judge(sequences, proposed, right, seconds)
+        self._speculator.judge(sequences, proposed, right, None if beside else seconds)
         self._counters.decode_steps += 1
         self._counters.decode_seconds.append(seconds)
         self._counters.model_seconds += seconds
-        return DecodePass(sequences, chosen, states)
+        read = None
+        if beside is None:
+            self._decode_seconds.add(seconds)
+        else:
+            added = max(seconds - self._decode_seconds.value, LEAST_SHARE * seconds)
+            read = PrefillPass(beside.sequence, beside.tokens, started, True, chunk, seconds=added)
+        return DecodePass(sequences, chosen, states), read
+
+    def _mixed(
+        self, new: list[list[int]], rows: list[DecodeRow], beside: PrefillChunk[Sequence]
+    ) -> tuple[DecodeOutput, PrefillOutput]:
+        sequence = beside.sequence
+        start = sequence.position
+        prompt = sequence.tokens[start : start + beside.tokens]
+        return self._runner.mixed(new, rows, self._tails, prompt, sequence.kv.spans(), start)
 
     def _recurrent_states(self, sequences: list[Sequence]) -> list[RecurrentState | None]:
         return [s.kv.recurrent_state for s in sequences] if self._runner.is_recurrent else []

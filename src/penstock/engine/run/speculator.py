@@ -80,18 +80,20 @@ class Speculator:
         sequences: Items[Sequence],
         proposals: Items[Proposal],
         accepted: Items[int | None],
-        seconds: float,
+        seconds: float | None,
     ) -> None:
         """Record the accepted tokens and the time of a step.
 
         Args:
             accepted: number of accepted tokens of each; None for a failed row.
+            seconds: time of the step; None if it was not for these sequences alone.
         """
         if not self.max_tokens:
             return
         try:
             width = max([len(proposal.tokens) for proposal in proposals])
-            self._costs.add(len(sequences), width, seconds)
+            if seconds is not None:
+                self._costs.add(len(sequences), width, seconds)
             for sequence, (tokens, agreement), right in zip(
                 sequences, proposals, accepted, strict=True
             ):

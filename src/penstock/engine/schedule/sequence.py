@@ -76,6 +76,8 @@ class Sequence:
     """Number of tokens whose bytes are reserved; set by the memory budget."""
     read_again: bool = False
     """Whether its last pass recomputed generated tokens as part of a prefill."""
+    reads_alone: bool = False
+    """Whether its prompt is never read in the pass of a decode step: one of these has failed."""
     stuck: bool = False
     """Out of memory while it was the only sequence; readmitted without a shared path."""
 

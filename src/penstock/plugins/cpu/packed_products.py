@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from penstock.memory.sizes import packed_matrix_bytes
-from penstock.models.layer_seams import skips_logits
+from penstock.models.layer_seams import read_rows, skips_logits
 from penstock.plugins.cpu.compiled_jobs import team
 from penstock.plugins.cpu.layer_loops import PART_WORDS, PartTable, part_loops
 from penstock.plugins.cpu.tile_products import (
@@ -490,7 +490,9 @@ class PackedHead(PackedLinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return the logits (..., vocabulary) of (..., n)."""
-        return no_logits(x, self.packed_width) if skips_logits() else super().__call__(x)
+        if skips_logits():
+            return no_logits(x, self.packed_width)
+        return super().__call__(read_rows(x))
 
 
 class PackedEmbedding(PackedModule):
@@ -511,7 +513,7 @@ class PackedEmbedding(PackedModule):
         """Return the logits (..., vocabulary) of (..., n)."""
         if skips_logits():
             return no_logits(x, self.packed_width)
-        return multiplied(self._product, x)
+        return multiplied(self._product, read_rows(x))
 
 
 def no_logits(x: mx.array, width: int) -> mx.array:

@@ -1,4 +1,4 @@
-"""Steps and prefill chunks through all packed layers in one job, without Python between them.
+"""Passes through all packed layers in one job, without Python between them.
 
 A model calls its layers in turn. Each layer only notes what it is to read; the last one computes
 all of them, as compiled parts one after the other. Cached keys and values are read where they are.
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from penstock.attention.chunk_reads import ChunkReads
+from penstock.attention.chunk_reads import ChunkReads, MixedReads
 from penstock.attention.reads import DecodeReads
 from penstock.attention.span_attention import AttentionWindow
 from penstock.kv.numpy_arrays import Floats, Integers
@@ -44,10 +44,8 @@ from penstock.plugins.cpu.step_loops import (
 )
 from penstock.plugins.cpu.tile_products import BLOCK
 
-JOBS_OF_LAYER = 4
-"""Jobs of a layer: before attention, append, attend, and behind."""
 JOBS_OF_KEEPING = 2
-"""Those of a layer whose keys and values are kept, and whose output is not read."""
+"""First jobs of a layer, before attention: all of one whose output is not read."""
 ALIGNED_FLOATS = 16
 
 
@@ -68,11 +66,20 @@ class CompiledParts(Protocol):
 
 @dataclass(slots=True)
 class _Noted:
-    """The layers of a step that have been called, and not computed."""
+    """The layers of a pass that have been called, and not computed."""
 
     x: mx.array
-    plans: list[OrderedReads] = field(default_factory=list)
-    reads: list[DecodeReads | ChunkReads] = field(default_factory=list)
+    layers: list[list[_LayerReads]] = field(default_factory=list)
+    """Rows of each layer by what they read: of running sequences, of a chunk, or of both."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerReads:
+    """What a layer reads for some rows of a pass."""
+
+    reads: DecodeReads | ChunkReads
+    plan: OrderedReads
+    rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +93,20 @@ class _NewTokens:
     token_bytes: Integers
     columns: Integers
     """(sequences,): columns of the first new tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PartRead:
+    """Where some rows of a pass read and write."""
+
+    width: int
+    """Rows per sequence."""
+    seen: Mapping[AttentionWindow, Integers]
+    """Visible columns of the rows, by window."""
+    spans: Integers
+    """(layers, spans, 6), see `AttendTable`."""
+    new_places: Integers
+    """(layers, rows, 4), see `AppendTable`."""
 
 
 class LayersTogether:
@@ -131,51 +152,43 @@ class LayersTogether:
         Returns:
             The layer's output and True; or its input and False, if it must be computed by itself.
         """
-        if not isinstance(reads, DecodeReads | ChunkReads):
+        if not isinstance(reads, DecodeReads | ChunkReads | MixedReads):
             return x, False
         shared = reads.plans
         if place == 0:
             shared[self] = _Noted(x)
         noted = shared.get(self)
-        if noted is None or len(noted.plans) != place:
+        if noted is None or len(noted.layers) != place:
             return x, False
-        if isinstance(reads, DecodeReads):
-            plan = step_plan(reads.step, reads.layer, window)
-        else:
-            plan = chunk_plan(reads, x.shape[1], window)
-        if plan is not None:
-            noted.plans.append(plan)
-            noted.reads.append(reads)
-        if plan is not None and place < len(self._parts) - 1:
+        layer = _planned(reads, x.shape[0] * x.shape[1], window)
+        if layer:
+            noted.layers.append(layer)
+        if layer and place < len(self._parts) - 1:
             return x, True
         del shared[self]
-        return (self._run(noted) if noted.plans else x), plan is not None
+        return (self._run(noted) if noted.layers else x), bool(layer)
 
     def _run(self, noted: _Noted) -> mx.array:
         """Compute the layers that were noted."""
-        x, count = noted.x, len(noted.plans)
-        sequences, width, _ = x.shape
-        rows, threads = sequences * width, team()
+        x, count = noted.x, len(noted.layers)
+        rows, threads = x.shape[0] * x.shape[1], team()
         sizes = self._space_sizes(rows, threads.threads)
         ends = np.cumsum([0, *sizes.values()])
         floats = int(ends[-1]) + ALIGNED_FLOATS
-        is_chunk = isinstance(noted.reads[0], ChunkReads)
-        space = np.empty(floats, np.float32) if is_chunk else threads.space(floats)
+        parts = list(zip(*noted.layers, strict=True))
+        has_chunk = isinstance(parts[-1][0].reads, ChunkReads)
+        space = np.empty(floats, np.float32) if has_chunk else threads.space(floats)
         skipped = -space.ctypes.data % (4 * ALIGNED_FLOATS) // 4
         start = space.ctypes.data + 4 * skipped
         places = {name: start + 4 * int(end) for name, end in zip(sizes, ends, strict=False)}
         into = space[skipped : skipped + rows * self._width].reshape(rows, self._width)
         into[:] = np.asarray(x).reshape(rows, self._width)
 
-        positions = noted.plans[0].positions
+        positions = [position for part in parts for position in part[0].plan.positions]
         angles = self._angles(np.array(positions), count)
-        seen = {
-            window: seen_columns(positions, window)
-            for window in {plan.window for plan in noted.plans}
-        }
-        dtype = _kv_dtype(noted.reads[0])
-        buffers = self._chunk_buffers(noted, width, dtype) if is_chunk else _tail_buffers(noted)
-        spans, new_places = _spans_and_places(noted, buffers, width)
+        read = [self._read_of(part) for part in parts]
+        new_places = np.concatenate([part.new_places for part in read], axis=1)
+        dtype = _kv_dtype(parts[0][0].reads)
         before, behind = self._part_tables(count, rows, places, angles)
         append = self._append[:count].copy()
         append[:, AppendTable.ROWS] = rows
@@ -183,39 +196,72 @@ class LayersTogether:
         append[:, AppendTable.QUERIES] = places["queries"]
         append[:, AppendTable.PLACES] = _addresses(new_places)
         append[:, AppendTable.NUMBER_BYTES] = dtype.size
-        attend = attend_tables(spans, noted.plans[0].firsts, rows, width)
-        attend[:, AttendTable.QUERIES] = places["queries"]
-        attend[:, AttendTable.HEADS] = append[:, AppendTable.HEADS]
-        attend[:, AttendTable.KV_HEADS] = append[:, AppendTable.KV_HEADS]
-        attend[:, AttendTable.SEEN] = [seen[plan.window].ctypes.data for plan in noted.plans]
-        attend[:, AttendTable.KEPT] = [plan.window.keep for plan in noted.plans]
-        attend[:, AttendTable.MIXED] = places["mixed"]
-        attend[:, AttendTable.SPACE] = places["attention"]
+        attend = self._attend_tables(parts, read, append, places)
 
-        jobs = np.empty((count, JOBS_OF_LAYER, 2), np.int64)
-        jobs[:, 0, 0], jobs[:, 3, 0] = np.array(self._functions[:count]).T
+        tables = [before, append, *attend, behind]
+        jobs = np.empty((count, len(tables), 2), np.int64)
+        jobs[:, 0, 0], jobs[:, -1, 0] = np.array(self._functions[:count]).T
         jobs[:, 1, 0] = append_loop()
-        jobs[:, 2, 0] = [
-            ordered_loop(*part.dims, nbytes=dtype.size) for part in self._parts[:count]
+        jobs[:, 2:-1, 0] = [
+            [ordered_loop(*part.dims, nbytes=dtype.size)] for part in self._parts[:count]
         ]
-        for number, table in enumerate((before, append, attend, behind)):
+        for number, table in enumerate(tables):
             threads.prepare(table)
             jobs[:, number, 1] = _addresses(table)
         program = np.zeros(PROGRAM_WORDS, np.int64)
         program[ProgramTable.JOBS] = jobs.ctypes.data
-        program[ProgramTable.COUNT] = count * JOBS_OF_LAYER
-        last = noted.reads[-1]
-        if isinstance(last, ChunkReads) and last.last:
-            program[ProgramTable.COUNT] += JOBS_OF_KEEPING - JOBS_OF_LAYER
+        program[ProgramTable.COUNT] = count * len(tables)
+        if len(parts) == 1 and _is_unread(parts[0][-1].reads):
+            program[ProgramTable.COUNT] += JOBS_OF_KEEPING - len(tables)
         threads.run(program_loop(), program)
         return mx.array(into).reshape(x.shape)
 
-    def _chunk_buffers(self, noted: _Noted, width: int, dtype: mx.Dtype) -> _NewTokens:
-        """Give the layers of a chunk arrays for its keys and values."""
+    def _read_of(self, part: Sequence[_LayerReads]) -> _PartRead:
+        """Return where some rows read and write in each layer."""
+        plan, buffers = part[0].plan, self._buffers(part)
+        windows = {of_layer.plan.window for of_layer in part}
+        seen = {window: seen_columns(plan.positions, window) for window in windows}
+        width = part[0].rows // (len(plan.firsts) - 1)
+        return _PartRead(width, seen, *_spans_and_places(part, buffers, width))
+
+    def _attend_tables(
+        self,
+        parts: Sequence[Sequence[_LayerReads]],
+        read: Sequence[_PartRead],
+        append: Integers,
+        places: Mapping[str, int],
+    ) -> list[Integers]:
+        """Return the tables of the jobs that attend, one of all layers for each part."""
+        tables, row = [], 0
+        heads, dims = append[:, AppendTable.HEADS], append[:, AppendTable.KEY_DIM]
+        value_dims = append[:, AppendTable.VALUE_DIM]
+        for part, of_part in zip(parts, read, strict=True):
+            plan, rows = part[0].plan, part[0].rows
+            table = attend_tables(of_part.spans, plan.firsts, rows, of_part.width)
+            table[:, AttendTable.QUERIES] = places["queries"] + 4 * row * heads * dims
+            table[:, AttendTable.MIXED] = places["mixed"] + 4 * row * heads * value_dims
+            table[:, AttendTable.HEADS] = heads
+            table[:, AttendTable.KV_HEADS] = append[:, AppendTable.KV_HEADS]
+            windows = [of_layer.plan.window for of_layer in part]
+            table[:, AttendTable.SEEN] = [of_part.seen[x].ctypes.data for x in windows]
+            table[:, AttendTable.KEPT] = [window.keep for window in windows]
+            table[:, AttendTable.SPACE] = places["attention"]
+            if _is_unread(part[-1].reads):
+                table[-1, AttendTable.SEQUENCES] = 0
+            tables.append(table)
+            row += rows
+        return tables
+
+    def _buffers(self, part: Sequence[_LayerReads]) -> _NewTokens:
+        """Return where the new tokens of some rows are written: tails, or arrays of their own."""
+        if isinstance(part[0].reads, DecodeReads):
+            return _tail_buffers(part)
+        width, dtype = part[0].rows, _kv_dtype(part[0].reads)
         sides: list[list[mx.array]] = []
-        for reads, part in zip(noted.reads, self._parts, strict=False):
+        for of_layer, parts in zip(part, self._parts, strict=False):
+            reads = of_layer.reads
             assert isinstance(reads, ChunkReads)
-            shapes = [(1, part.heads[1], width, dim) for dim in part.dims]
+            shapes = [(1, parts.heads[1], width, dim) for dim in parts.dims]
             sides.append([mx.zeros(shape, dtype) for shape in shapes])
             reads.keys, reads.values = sides[-1]
         mx.eval(sides)
@@ -293,22 +339,46 @@ def _kv_dtype(reads: DecodeReads | ChunkReads) -> mx.Dtype:
     return reads.dtype or mx.float32
 
 
-def _tail_buffers(noted: _Noted) -> _NewTokens:
+def _is_unread(reads: DecodeReads | ChunkReads) -> bool:
+    """Return whether the output of a layer is not read."""
+    return isinstance(reads, ChunkReads) and reads.last
+
+
+def _planned(
+    reads: DecodeReads | ChunkReads | MixedReads, rows: int, window: AttentionWindow
+) -> list[_LayerReads]:
+    """Return what a layer reads for the rows of a pass; nothing if it is not read in order."""
+    if isinstance(reads, MixedReads):
+        decoded = reads.decoded_tokens
+        of_rows = _planned(reads.decode, decoded, window)
+        of_chunk = _planned(reads.chunk, rows - decoded, window)
+        return [*of_rows, *of_chunk] if of_rows and of_chunk else []
+    if isinstance(reads, DecodeReads):
+        plan = step_plan(reads.step, reads.layer, window)
+    else:
+        plan = chunk_plan(reads, rows, window)
+    return [] if plan is None else [_LayerReads(reads, plan, rows)]
+
+
+def _tail_buffers(part: Sequence[_LayerReads]) -> _NewTokens:
     """Return where the tails of a decode step are."""
-    steps = [(reads.step, reads.layer) for reads in noted.reads if isinstance(reads, DecodeReads)]
+    decoding = [of.reads for of in part if isinstance(of.reads, DecodeReads)]
+    steps = [(reads.step, reads.layer) for reads in decoding]
     tails = np.array([tail_addresses(step, layer) for step, layer in steps])
     slots, columns = np.array([(row.slot, row.tail) for row in steps[0][0].rows]).T
     firsts = tails[:, None, :, 0] + slots[:, None] * tails[:, None, :, 1]
     return _NewTokens(firsts, tails[:, None, :, 2], tails[:, None, :, 3], columns)
 
 
-def _spans_and_places(noted: _Noted, buffers: _NewTokens, width: int) -> tuple[Integers, Integers]:
+def _spans_and_places(
+    part: Sequence[_LayerReads], buffers: _NewTokens, width: int
+) -> tuple[Integers, Integers]:
     """Return the layers' spans, with the buffers' addresses, and where new tokens are written.
 
     (layers, spans, 6), see `AttendTable`, and (layers, rows, 4), see `AppendTable`.
     """
-    plan = noted.plans[0]
-    spans = plan.of_layers([reads.layer for reads in noted.reads])
+    plan = part[0].plan
+    spans = plan.of_layers([of_layer.reads.layer for of_layer in part])
     lasts = plan.firsts[1:] - 1
     spans[:, lasts, 0:4:2] = buffers.firsts
     spans[:, lasts, 1:4:2] = buffers.head_bytes
