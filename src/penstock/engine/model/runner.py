@@ -281,7 +281,8 @@ class Runner:
         Layers that keep another dtype than they compute are packed, and computed in one job: its
         memory follows from the tokens of a pass. In MLX's operations both parts would be alive.
         """
-        return self.kv_dtype is not None and not (self._passes_on or self.ranks > 1)
+        is_whole = self.ranks == 1 and not self._passes_on
+        return self.kv_dtype is not None and self._spans is None and is_whole
 
     def mixed(
         self,
