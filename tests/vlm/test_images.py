@@ -22,7 +22,7 @@ from tiny_image_models import Pair, picture, prompts, write_model
 from penstock import Engine
 from penstock.cli import main
 from penstock.engine.request import Request
-from penstock.errors import StepFailed
+from penstock.errors import LedgerFull, StepFailed
 from penstock.models.input_spans import InputSpan, SpanEmbeddings
 from penstock.models.loading import load_all
 from penstock.server.image_files import file_of
@@ -245,6 +245,24 @@ def test_failing_tower_fails_its_request_alone(qwen: Pair, engine: Engine) -> No
     with pytest.raises(StepFailed, match="input"):
         handle.result()
     assert answer(engine, request)[0] == qwen.own_answer(TALK, [picture(41), picture(42)], 2)
+
+
+def test_images_that_take_each_others_room_end(qwen: Pair) -> None:
+    """Little room beside the weights: each answer is right, or refused with the numbers."""
+    talks = prompts(12, seed=11)
+    own = [qwen.own_answer(text, files, TOKENS) for text, files in talks]
+    with Engine(qwen.loaded.model, qwen.loaded.tokenizer, **LIMITS) as engine:
+        engine.set_limit(engine.stats().used_bytes + 1_500_000)
+        handles = [engine.submit(qwen.request(text, files, TOKENS)) for text, files in talks]
+        refused = 0
+        for handle, expected in zip(handles, own, strict=True):
+            try:
+                assert list(handle.result(60)[0].tokens) == expected
+            except LedgerFull as error:
+                assert "an input of" in str(error)
+                refused += 1
+        assert 0 < refused < len(talks)
+        engine.check()
 
 
 def test_quantized_weights_read_images(tmp_path: Path) -> None:

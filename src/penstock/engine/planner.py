@@ -64,9 +64,24 @@ class StepPlanner:
         self._restoring.begin()
         self._look_ahead()
         plan = self._scheduler.plan(self.time)
-        if not (plan.decode or plan.prefill):
-            self._features.wait()
+        if not (plan.decode or plan.prefill or self._features.wait()):
+            self._part_waiting()
         return plan
+
+    def _part_waiting(self) -> None:
+        """Give the first of sequences whose inputs take each other's room all of it, or fail it."""
+        waiting = [s for s in self._scheduler.sequences(State.PREFILLING) if not s.ready]
+        shortage = self._features.shortage
+        if not waiting or shortage is None or self._scheduler.sequences(State.RESTORING):
+            return
+        first, *others = waiting
+        for other in others:
+            if other.inputs.holds:
+                self._admission.preempt(other)
+        start = first.position
+        first.ready = first.inputs.ready(start, start + self._scheduler.budget_tokens)
+        if not (first.ready or self._features.wait()):
+            self._admission.fail(first, shortage)
 
     def _look_ahead(self) -> None:
         """Find out whose inputs for the next chunk are there, and have the others computed."""

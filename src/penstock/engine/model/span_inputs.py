@@ -54,6 +54,10 @@ class Inputs(Protocol):
     def positioned(self) -> bool:
         """Whether `shift` is known; it takes the worker a moment."""
 
+    @property
+    def holds(self) -> bool:
+        """Whether it keeps memory that others could use."""
+
     def tokens(self, known: Sequence[int], start: int, end: int) -> Sequence[int]:
         """Return the tokens from `start` to `end`, where `known` has words of keys."""
 
@@ -69,6 +73,7 @@ class TokenInputs:
 
     shift = 0
     positioned = True
+    holds = False
 
     def tokens(self, known: Sequence[int], start: int, end: int) -> Sequence[int]:
         return known[start:end]
@@ -119,6 +124,8 @@ class SpanFeatures:
         self._reserved = tree.ledger.reserve(Kind.FEATURES, 0)
         self._workers: dict[str, ThreadPoolExecutor] = {}
         self._waiting: set[Future[Any]] = set()
+        self.shortage: LedgerFull | None = None
+        """Last refusal for lack of memory; None before one."""
         self.embedded = 0
         """Number of spans whose embeddings were computed."""
 
@@ -142,10 +149,12 @@ class SpanFeatures:
         self._waiting.add(answer)
         return answer
 
-    def wait(self) -> None:
-        """Wait a moment for a result if one is to come."""
-        if self._waiting:
-            wait(self._waiting, WAIT_SECONDS, "FIRST_COMPLETED")
+    def wait(self) -> bool:
+        """Wait a moment for a result; return False if none is to come."""
+        if not self._waiting:
+            return False
+        wait(self._waiting, WAIT_SECONDS, "FIRST_COMPLETED")
+        return True
 
     # ---- embeddings
 
@@ -153,7 +162,7 @@ class SpanFeatures:
         """Return a span's embeddings, which stay until `leave`; None if they are yet to come.
 
         Raises:
-            PenstockError: they cannot be computed, or never fit.
+            PenstockError: they cannot be computed.
         """
         if (fault := self._faults.pop(span.key, None)) is not None:
             raise fault
@@ -175,9 +184,7 @@ class SpanFeatures:
         kept_bytes, work_bytes = self._reader.embed_bytes(span)
         nbytes, ledger = kept_bytes + work_bytes, self._tree.ledger
         if not self._tree.make_room(nbytes):
-            if self._jobs or any(entry.users for entry in self._entries.values()):
-                return  # which others hold, and give back
-            raise LedgerFull(
+            self.shortage = LedgerFull(
                 f"an input of {span.tokens} tokens needs {format_bytes(nbytes)} to be computed; "
                 f"{format_bytes(ledger.free_bytes)} of the limit of "
                 f"{format_bytes(ledger.limit_bytes)} are free",
@@ -185,6 +192,7 @@ class SpanFeatures:
                 ledger.free_bytes,
                 ledger.limit_bytes,
             )
+            return
         reserved = ledger.reserve(Kind.FEATURES, nbytes)
         answer = self._submit("embeddings", _timed, self._reader.embed, span)
         self._jobs[span.key] = _Job(answer, reserved)
@@ -282,6 +290,10 @@ class SpanInputs:
     @property
     def positioned(self) -> bool:
         return self._positions.done() and self._positions.exception() is None
+
+    @property
+    def holds(self) -> bool:
+        return bool(self._held)
 
     def tokens(self, known: Sequence[int], start: int, end: int) -> Sequence[int]:
         prompt = self._prompt[start:end]
