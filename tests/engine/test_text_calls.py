@@ -102,6 +102,10 @@ WRONG: dict[str, tuple[Callable[[penstock.Engine], Any], str]] = {
     "texts": (lambda e: e.chat(["x"]), "a message is a dict"),
     "no message": (lambda e: e.chat([]), "messages is empty"),
     "a long answer": (lambda e: e.generate("x", max_tokens=4_000_000), "max_tokens 4,000,000"),
+    "a long answer submitted": (
+        lambda e: e.submit(penstock.Request(prompt=(1,), max_tokens=4_000_000)),
+        "or set it to Request.ENDLESS",
+    ),
     "no end": (lambda _: penstock.Request(prompt=(1,), max_tokens=2**40), "max_tokens"),
     "a name for caches": (lambda _: penstock.make_kv_cache("smollm2"), "load('smollm2')"),
     "what load returns": (lambda _: penstock.make_kv_cache((1, 2)), "takes apart"),
@@ -124,6 +128,20 @@ def test_usage_errors_are_one_line_with_remedy(engine: penstock.Engine, what: st
     assert isinstance(raised.value, ValueError) or what == "a number to load"
     assert remedy in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_answer_as_long_as_context_is_a_limit(engine: penstock.Engine) -> None:
+    """The engine's memory may end before; `open`, as the server calls it, takes any number."""
+    most = engine.ask(lambda view: view.context_tokens).result()
+    assert most is not None
+    prompt = tuple(range(1, 9))
+    limits = (most, penstock.Request.ENDLESS)
+    submitted = [engine.submit(penstock.Request(prompt=prompt, max_tokens=n)) for n in limits]
+    opened = engine.open(penstock.Request(prompt=prompt, max_tokens=4_000_000))
+    engine.enqueue([opened])
+    for handle in (*submitted, opened):
+        (choice,) = handle.result()
+        assert choice.finish is not None and choice.finish.reason in ("stop", "length")
 
 
 def test_text_calls_require_tokenizer() -> None:

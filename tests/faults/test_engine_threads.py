@@ -28,9 +28,6 @@ from penstock.engine.handle import Handle
 from penstock.engine.request import Event, Finish, Request
 from penstock.errors import EngineStopped, NeverFits, SettingError, StepFailed
 
-ENDLESS = 100_000
-"""Tokens of an answer that does not end by itself."""
-
 
 def make(tokenizer: Any = None, **settings: Any) -> Engine:
     return Engine(model_of("llama"), tokenizer or Alphabet(), **{**SETTINGS, **settings})
@@ -85,7 +82,7 @@ def test_concurrent_requests_from_many_threads(engine: Engine) -> None:
 
 
 def test_read_while_other_thread_cancels(engine: Engine) -> None:
-    handle = ask(engine, max_tokens=ENDLESS)
+    handle = ask(engine, max_tokens=Request.ENDLESS)
     read: list[Any] = []
 
     def reader() -> None:
@@ -112,7 +109,7 @@ def test_timed_out_wait_leaves_request_running(engine: Engine) -> None:
 
 
 def test_events_stream_while_generating(engine: Engine) -> None:
-    handle = ask(engine, max_tokens=ENDLESS)
+    handle = ask(engine, max_tokens=Request.ENDLESS)
     events = iter(handle)
     for _ in range(5):
         assert not isinstance(next(events), Finish)
@@ -121,7 +118,7 @@ def test_events_stream_while_generating(engine: Engine) -> None:
 
 
 def test_abandoned_iteration_does_not_block_others(engine: Engine) -> None:
-    handle = ask(engine, max_tokens=ENDLESS)
+    handle = ask(engine, max_tokens=Request.ENDLESS)
     for _ in handle:
         break
     handle.cancel()
@@ -202,7 +199,7 @@ def test_enqueue_errors_are_raised_in_future(engine: Engine) -> None:
 
 
 def test_cancel_before_enqueue_completes(engine: Engine) -> None:
-    handle = engine.open(Request(prompt=prompt_of(10), max_tokens=ENDLESS))
+    handle = engine.open(Request(prompt=prompt_of(10), max_tokens=Request.ENDLESS))
     asked = engine.enqueue([handle])
     handle.cancel()
     asked.result(SOON)
@@ -265,7 +262,7 @@ def test_calls_during_close_complete_or_raise() -> None:
 
 def test_close_cancels_open_requests() -> None:
     engine = make()
-    handles = [ask(engine, 10 + i, ENDLESS, n=2) for i in range(3)]
+    handles = [ask(engine, 10 + i, Request.ENDLESS, n=2) for i in range(3)]
     next(iter(handles[0]))
     started = time.monotonic()
     engine.close()
@@ -274,7 +271,7 @@ def test_close_cancels_open_requests() -> None:
     for handle in handles:
         assert [end_of(handle, i).reason for i in range(2)] == ["cancelled"] * 2
         for choice in range(2):
-            assert len(handle.choices[choice].tokens) < ENDLESS
+            assert len(handle.choices[choice].tokens) < Request.ENDLESS
         assert handle.result(SOON) == handle.choices
         handle.cancel()
     engine.close()  # again does nothing
@@ -282,8 +279,8 @@ def test_close_cancels_open_requests() -> None:
 
 def test_close_wakes_waiters() -> None:
     engine = make()
-    handle = ask(engine, max_tokens=ENDLESS)
-    other = ask(engine, max_tokens=ENDLESS)
+    handle = ask(engine, max_tokens=Request.ENDLESS)
+    other = ask(engine, max_tokens=Request.ENDLESS)
 
     def close() -> None:
         time.sleep(0.3)
@@ -318,7 +315,7 @@ def test_close_frees_memory() -> None:
     gc.collect()
     before = mx.get_active_memory()
     with make() as engine:
-        ask(engine, 200, ENDLESS)
+        ask(engine, 200, Request.ENDLESS)
         assert engine.stats().held_bytes > 0
     del engine
     gc.collect()
@@ -327,7 +324,7 @@ def test_close_frees_memory() -> None:
 
 def test_exception_in_with_block_closes_engine() -> None:
     with pytest.raises(ZeroDivisionError), make() as engine:
-        ask(engine, max_tokens=ENDLESS)
+        ask(engine, max_tokens=Request.ENDLESS)
         raise ZeroDivisionError
     assert not engine.alive
 
@@ -391,7 +388,7 @@ class Dies(BaseException):
 def test_dead_engine_thread_does_not_hang_callers() -> None:
     engine = make()
     try:
-        running = [ask(engine, max_tokens=ENDLESS, seed=i) for i in range(2)]
+        running = [ask(engine, max_tokens=Request.ENDLESS, seed=i) for i in range(2)]
         next(iter(running[0]))
 
         def dies(*, send_later: bool) -> bool:
@@ -420,7 +417,7 @@ def test_running_requests_fail_when_engine_thread_dies() -> None:
     """A truncated answer must not look like one that the caller cancelled."""
     engine = make()
     try:
-        handle = ask(engine, max_tokens=ENDLESS)
+        handle = ask(engine, max_tokens=Request.ENDLESS)
         next(iter(handle))
 
         def dies(*, send_later: bool) -> bool:
@@ -507,7 +504,7 @@ def test_abandoned_call_does_not_disturb_close(
 ) -> None:
     """Also when the engine closes before it looked at the call."""
     engine = make()
-    handle = ask(engine, max_tokens=ENDLESS)
+    handle = ask(engine, max_tokens=Request.ENDLESS)
     go_on = stall(engine)
     try:
         monkeypatch.setattr(engine_module, "ANSWER_SECONDS", 0.4)

@@ -25,6 +25,7 @@ from penstock.engine.text_calls import (
     Message,
     Text,
     chat_tokens,
+    check_answer,
     check_length,
     text_request,
     text_tokens,
@@ -206,10 +207,15 @@ class Engine:
     def submit(self, request: Request) -> Handle:
         """Queue a request and return its handle.
 
+        An answer may end before `max_tokens`, where the memory of its sequence does. A number above
+        both the model's context and `max_kv_size` is refused, except `Request.ENDLESS`; `open`
+        reads any number as a limit.
+
         Raises:
             NeverFits: prompt and answer would not fit, even if everything else were evicted.
             QueueFull: the queue is full.
-            SettingError: a token is outside the vocabulary, or the grammar is invalid.
+            SettingError: a token is outside the vocabulary, the grammar is invalid, or `max_tokens`
+                is more than an answer could have.
             EngineStopped: the engine is closed or draining, or its thread has died.
         """
         if not isinstance(request, Request):
@@ -218,7 +224,12 @@ class Engine:
                 f"engine.generate and engine.chat take text"
             )
         handle = self.open(request)
-        self._wait(self._later(lambda core: core.enqueue(handle)))
+
+        def enqueue(core: Core) -> None:
+            check_answer(request, core.view.context_tokens, core.limits.max_kv_size)
+            core.enqueue(handle)
+
+        self._wait(self._later(enqueue))
         return handle
 
     def open(self, request: Request) -> Handle:

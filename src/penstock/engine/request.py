@@ -11,7 +11,7 @@ import re
 import reprlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 from uuid import uuid4
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -147,11 +147,13 @@ class Request(_RequestSettings):
     penstock.errors.SettingError: prompt []: Tuple should have at least 1 item after ...
     """
 
+    ENDLESS: ClassVar[int] = 2**31 - 1
+    """`max_tokens` of an answer that may go on until the context or its memory ends."""
     prompt: tuple[TokenId, ...] = Field(min_length=1)
     spans: tuple[InputSpan, ...] = ()
     """Parts of the prompt that stand for something else than their tokens, in order."""
-    max_tokens: int = Field(default=MAX_TOKENS, ge=0, lt=2**31)
-    """Maximum tokens of each answer; 0 only computes the prompt."""
+    max_tokens: int = Field(default=MAX_TOKENS, ge=0, le=ENDLESS)
+    """Maximum tokens of each answer; 0 only computes the prompt, `ENDLESS` is no limit."""
     sampling: Sampling = Sampling()
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end an answer; excluded from it unless `keep_stop` is set."""

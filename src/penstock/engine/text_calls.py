@@ -45,11 +45,22 @@ def check_length(request: Request, context_tokens: int | None) -> None:
             f"the prompt has {counted(len(request.prompt), 'token')}; the model's context has "
             f"{context_tokens:,} for prompt and answer; shorten the prompt"
         )
-    if request.max_tokens > left:
+    if left < request.max_tokens < Request.ENDLESS:
         raise SettingError(
             f"max_tokens {request.max_tokens:,} is too many: behind the prompt's "
             f"{counted(len(request.prompt), 'token')} the model's context has room for {left:,}; "
             f"lower max_tokens"
+        )
+
+
+def check_answer(request: Request, context_tokens: int | None, max_kv_size: int) -> None:
+    """Raise SettingError if `max_tokens` is more than any answer of this engine could have."""
+    most = max(context_tokens or 2**31, max_kv_size)
+    if most < request.max_tokens < Request.ENDLESS:
+        raise SettingError(
+            f"max_tokens {request.max_tokens:,} is more than any answer has here: the model's "
+            f"context is {context_tokens:,} tokens, and max_kv_size {max_kv_size:,}; lower "
+            f"max_tokens, or set it to Request.ENDLESS"
         )
 
 

@@ -22,7 +22,8 @@ from penstock.engine.model import step_peaks, step_trials
 from penstock.engine.model.remembered_peaks import RememberedPeaks
 from penstock.engine.model.runner import Runner
 from penstock.engine.model.step_peaks import StepPeaks
-from penstock.engine.model.step_trials import StepTrials
+from penstock.engine.model.step_trials import MeasuredStep, StepTrials
+from penstock.engine.run import measured_steps
 from penstock.engine.run.measured_steps import no_bound, no_reservation
 from penstock.errors import NeverFits
 from penstock.user_cache import MOST_FILES
@@ -83,28 +84,79 @@ def test_other_lanes_are_measured_separately() -> None:
     assert len(step_peaks._measured) == 2
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "mamba2"])
-def test_slow_model_peak_is_extrapolated_safely(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+RECURRENT = [
+    *("mamba", "mamba2", "falcon_h1", "qwen3_next", "jamba", "rwkv7", "lfm2", "nemotron_h"),
+    *("kimi_linear", "recurrent_gemma", "bailing_moe_linear", "baichuan_m1", "granitemoehybrid"),
+]
+
+
+def extrapolated(
+    family: str, monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> tuple[int, int, int]:
+    """Return an engine's fixed bytes with all steps measured, and from short ones alone.
+
+    Also return the tokens of the longest step of the second engine.
+    """
     longest: list[int] = []
-    with uncompiled():
+    with uncompiled(), monkeypatch.context() as patch:
         model = build(family)
-        whole = asked(model)
+        patch.setattr(step_trials, "LEAST_SECONDS", step_trials.MOST_SECONDS)
+        with patch.context() as plain:
+            plain.setattr(step_trials, "UNREPEATED", 1.0)
+            whole = asked(model, **settings)
         step_peaks._measured.clear()
-        monkeypatch.setattr(step_trials, "MOST_SECONDS", 0.0)
+        patch.setattr(step_trials, "MOST_SECONDS", 0.0)
         prefill = Runner.prefill
 
         def noting(runner: Runner, tokens: Sequence[int], *given: Any) -> Any:
             longest.append(len(tokens))
             return prefill(runner, tokens, *given)
 
-        monkeypatch.setattr(Runner, "prefill", noting)
-        reckoned = asked(model)
-    # A state's bytes do not grow in proportion, so that its chunk is measured whole.
-    assert max(longest) == (128 if family == "mamba2" else step_trials.TRIAL_TOKENS)
+        patch.setattr(Runner, "prefill", noting)
+        reckoned = asked(model, **settings)
+        step_peaks._measured.clear()
+    return whole, reckoned, max(longest)
+
+
+@pytest.mark.parametrize(
+    ("family", "chunk"),
+    [
+        *((family, 128) for family in ("llama", "gemma2", "gpt_oss", "mamba2", "deepseek_v41")),
+        *((family, 512) for family in RECURRENT),
+    ],
+)
+def test_slow_model_peak_is_extrapolated_safely(
+    family: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, reckoned, longest = extrapolated(family, monkeypatch, prefill_chunk=chunk)
+    recurrent = family in RECURRENT
+    assert longest == (measured_steps.SCAN_TRIAL_TOKENS if recurrent else step_trials.TRIAL_TOKENS)
     assert reckoned >= 0.99 * whole
-    assert reckoned <= whole + 20_000_000
+    assert reckoned <= whole + (20_000_000 if chunk == 128 else 60_000_000)
+
+
+def test_check_detects_missing_scan_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    monkeypatch.setattr(measured_steps, "scan_bytes", lambda *given: 0)
+    whole, reckoned, _ = extrapolated("mamba2", monkeypatch, prefill_chunk=256)
+    assert reckoned < 0.99 * whole
+
+
+def test_step_is_measured_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An extrapolated step that does not fit is no reason to refuse a model that fits."""
+    whole, reckoned, _ = extrapolated("rwkv7", monkeypatch, prefill_chunk=256)
+    assert reckoned > 1.5 * whole
+    monkeypatch.setattr(step_trials, "MOST_SECONDS", 0.0)
+    with uncompiled():
+        assert asked(build("rwkv7"), int(1.3 * whole), prefill_chunk=256) < reckoned
+    step_peaks._measured.clear()
+
+
+def test_growth_of_larger_steps_includes_constant_bytes_once() -> None:
+    """A step of 1,000 bytes and 10 per token, measured up to 64 tokens."""
+    step = MeasuredStep(64, 1_640, 0.1, 4, 1_040)
+    assert 6_120 <= step.scaled(512) <= 10_600
+    assert MeasuredStep(64, 1_640, 0.1).scaled(512) == 13_120
 
 
 def test_measured_steps_share_one_time_limit() -> None:
@@ -158,6 +210,7 @@ def test_peaks_are_remembered_for_the_next_process(
     cached: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_peaks, "REMEMBERED_SECONDS", 0.0)
+    monkeypatch.setattr(step_trials, "LEAST_SECONDS", step_trials.MOST_SECONDS)
     steps: list[int] = []
     prefill = Runner.prefill
 

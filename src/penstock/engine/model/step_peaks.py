@@ -23,7 +23,7 @@ SLACK = 1.10
 MOST_FORMS = 1_000
 """Maximum number of cached measurements; the oldest are dropped."""
 
-REMEMBERED_SECONDS = 0.2
+REMEMBERED_SECONDS = 0.1
 """Seconds of measuring from which the peaks are written for the next process."""
 
 _measured: dict[Hashable, StepPeaks] = {}

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, log2
 from typing import TypeAlias
@@ -26,20 +26,27 @@ RANK_ROUNDS = 3
 """Measurements of a step with several ranks, which must all run it equally often."""
 ROUNDS_SECONDS = 0.1
 """Seconds of measuring after which a step is not repeated."""
+SURE_ROUNDS = 2
+"""Measurements from which the largest is taken as it is."""
+UNREPEATED = 1.2
+"""Factor of the bytes of a step that was measured once: they vary by a quarter between runs, and
+what is reserved has `SLACK` besides. In proportion to a shorter step they are too many."""
 TRIAL_TOKENS = 8
 """Tokens of the first trial chunk, from which time and bytes of a whole one are estimated."""
+TRIAL_ROWS = 2
+"""Rows of the first trial step of decoding or sampling."""
 TRIAL_SECONDS = 1.0
-"""Time limit for two runs of the trial chunk in seconds; MLX compiles kernels in the first."""
+"""Maximum seconds of half a trial chunk, beyond which a whole one does not run."""
 MOST_SECONDS = 5.0
 """Maximum seconds of all measured steps, beside the first short runs of each. The bytes of a slower
 step are extrapolated from a shorter one, in proportion: they grow no faster than its tokens, except
 for the scores."""
-LEAST_SECONDS = 0.3
-"""The same limit for a small model, whose loading takes less than a second."""
+LEAST_SECONDS = 0.2
+"""The same limit for a small model: penstock alone starts in two seconds."""
 SECOND_WEIGHT_BYTES = 5_000_000_000
 """Weight bytes per second of the limit: they load in ten seconds, and measuring takes a tenth."""
-ONCE = 1e-9
-"""Time limit in seconds of a step that runs only once."""
+SLOPE = 2
+"""Factor of the growth between two measured steps, where larger ones are extrapolated by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +54,24 @@ class MeasuredStep:
     size: int
     nbytes: int
     seconds: float
+    small_size: int = 0
+    small_bytes: int = 0
+    """Bytes of the smallest measured step; 0 if they grow in proportion."""
+
+    @classmethod
+    def of(cls, step: _Reached, small: _Reached | None) -> MeasuredStep:
+        if small is None:
+            return cls(step.size, step.nbytes, step.seconds)
+        return cls(step.size, step.nbytes, step.seconds, small.size, small.nbytes)
 
     def scaled(self, size: int) -> int:
-        """Return the bytes extrapolated linearly to a larger step."""
-        return -(-self.nbytes * size // self.size)
+        """Return the bytes of a larger step, extrapolated from above."""
+        whole = -(-self.nbytes * size // self.size)
+        if not self.small_bytes or self.small_size == self.size:
+            return whole
+        growth = max(0, self.nbytes - self.small_bytes) / (self.size - self.small_size)
+        added = growth * (size - self.size)
+        return max(self.nbytes + int(added), min(whole, self.nbytes + int(SLOPE * added)))
 
 
 class StepTrials:
@@ -61,6 +82,8 @@ class StepTrials:
         alone: whether this is the only process. Ranks wait for each other within a step, so
             all must run the same steps.
         seconds: maximum expected seconds of all steps together; see `trial_seconds`.
+        kinds: number of kinds of steps, which share the seconds evenly; one leaves what it does
+            not need to those behind it.
         clock: clock of these seconds. Processor time does not depend on other processes.
     """
 
@@ -71,12 +94,14 @@ class StepTrials:
         *,
         alone: bool,
         seconds: float = inf,
+        kinds: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._reserve = reserve
         self._free = free
         self._alone = alone
         self._left = seconds
+        self._kinds = kinds
         self._clock = clock
 
     def measure(
@@ -85,15 +110,23 @@ class StepTrials:
         size: int,
         unit_bytes: int,
         *,
+        first: int = TRIAL_TOKENS,
         beside: int = 0,
         scores: Callable[[int], int] = lambda size: 0,
+        constant: bool = False,
     ) -> MeasuredStep:
         """Measure a step of `size` tokens or rows, or the largest that the time allows.
 
+        The time limit is exceeded where the extrapolated bytes are not free, but the measured ones
+        may be.
+
         Args:
             unit_bytes: approximate bytes per token or row.
+            first: size of the first step, beside its half; with `constant`, beside a quarter.
             beside: constant bytes of every step, excluded from the result.
             scores: bytes that do not grow linearly, by size; 0 by default.
+            constant: whether steps have further constant bytes. A larger step is then
+                extrapolated by growth.
 
         Raises:
             LedgerFull, NeverFits: no memory for the next larger step.
@@ -101,55 +134,77 @@ class StepTrials:
         if not self._alone:
             taken, seconds = peak_of(lambda: run(size), float("inf"), RANK_ROUNDS)
             return MeasuredStep(size, max(0, taken - beside), seconds)
-        lower, reached = 0, 0
-        less, taken, seconds, spent = 0, 0, 0.0, 0.0
-        trial = min(TRIAL_TOKENS, size)
-        for count in dict.fromkeys((max(1, trial // 2), trial)):
-            if spent > max(self._left, TRIAL_SECONDS):
+        others = self._left * (1 - 1 / self._kinds) if self._left < inf else 0.0
+        self._kinds = max(1, self._kinds - 1)
+        trial, step = min(first, size), _Reached()
+        small = step
+        for count in dict.fromkeys((max(1, trial // (4 if constant else 2)), trial)):
+            if step.spent > max(self._left, TRIAL_SECONDS):
                 break
-            lower, less = reached, taken
-            # The largest step is repeated in any case: the bytes of a run vary.
-            limit = TRIAL_SECONDS if count == size else max(ONCE, min(TRIAL_SECONDS, self._left))
-            with self._reserve(beside + less + unit_bytes * -(-count // 2)):
-                taken, seconds, spent = self._timed(partial(run, count), limit, 2)
-            taken, reached = max(1, taken - beside), count
-        while (last := _fitting(reached, spent, size, self._left)) > reached:
+            with self._reserve(beside + step.nbytes + unit_bytes * -(-count // 2)):
+                step = self._ran(run, count, beside, step)
+            small = small if small.size else step
+        while step.size < size:
+            last = _fitting(step.size, step.spent, size, self._left - others)
+            if last == step.size:
+                reckoned = MeasuredStep.of(step, small if constant else None).scaled(size)
+                if beside + int(SLACK * UNREPEATED * reckoned) + scores(size) <= self._free():
+                    break
+                last = min(2 * step.size, size)
             if last == size:
-                _announce(seconds * size / reached)
-            following, expected = last, int(SLACK * taken * last / reached) + scores(last)
+                _announce(step.seconds * size / step.size)
+            following, expected = last, int(SLACK * step.nbytes * last / step.size) + scores(last)
             if beside + expected > self._free():  # it may take less: a line or a power tells
-                following = min(2 * reached, last)
-                steps = (following - reached) / (reached - lower)
-                power = log2(following / reached) / log2(reached / lower) if less else 0.0
-                line = taken + (taken - less) * steps
-                expected = int(SLACK * max(line, taken * (taken / max(1, less)) ** power))
+                following = min(2 * step.size, last)
+                expected = int(SLACK * step.grown(following))
             with self._reserve(beside + expected):
-                often = (ROUNDS_SECONDS, ROUNDS) if following == last else (TRIAL_SECONDS, 1)
-                lower, less = reached, taken
-                taken, seconds, spent = self._timed(partial(run, following), *often)
-            taken, reached = max(1, taken - beside), following
-        if reached < size:
-            logger.info("extrapolating the largest steps from size %d to %d", reached, size)
-        if reached <= TRIAL_TOKENS and seconds < ROUNDS_SECONDS:
+                step = self._ran(run, following, beside, step)
+        if step.size < size:
+            logger.info("extrapolating the largest steps from size %d to %d", step.size, size)
+        taken, seconds, rounds, ran = step.nbytes, step.seconds, 1, step.seconds
+        while rounds < ROUNDS and ran < ROUNDS_SECONDS and step.spent <= self._left - others:
             with self._reserve(beside + taken):
-                again, seconds, _ = self._timed(partial(run, reached), ROUNDS_SECONDS, ROUNDS)
-            taken = max(taken, again - beside)
-        return MeasuredStep(reached, taken, seconds)
+                again, took, _ = self._run(partial(run, step.size))
+            taken, seconds, ran = max(taken, again - beside), min(seconds, took), ran + took
+            rounds += 1
+        if rounds < SURE_ROUNDS and (constant or step.size == size):
+            taken = int(UNREPEATED * taken)
+            small = replace(small, nbytes=int(UNREPEATED * small.nbytes))
+        step = replace(step, nbytes=taken, seconds=seconds)
+        return MeasuredStep.of(step, small if constant else None)
 
-    def _timed(
-        self, run: Callable[[], object], limit_seconds: float, rounds: int
-    ) -> tuple[int, float, float]:
-        """Return the result of `peak_of`, and the last run's seconds on the trials' clock."""
-        began = [self._clock()]
+    def _ran(
+        self, run: Callable[[int], object], size: int, beside: int, step: _Reached
+    ) -> _Reached:
+        taken, seconds, spent = self._run(partial(run, size))
+        return _Reached(size, max(1, taken - beside), seconds, spent, step.size, step.nbytes)
 
-        def timed() -> None:
-            began.append(self._clock())
-            run()
+    def _run(self, run: Callable[[], object]) -> tuple[int, float, float]:
+        """Run a step once; return its bytes, its seconds and those on the trials' clock."""
+        began = self._clock()
+        taken, seconds = peak_of(run, rounds=1)
+        spent = self._clock() - began
+        self._left -= spent
+        return taken, seconds, spent
 
-        taken, seconds = peak_of(timed, limit_seconds, rounds)
-        ended = self._clock()
-        self._left -= ended - began[0]
-        return taken, seconds, ended - began[-1]
+
+@dataclass(frozen=True, slots=True)
+class _Reached:
+    """The largest step so far, and the one before it."""
+
+    size: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    spent: float = 0.0
+    lower: int = 0
+    less: int = 0
+
+    def grown(self, size: int) -> float:
+        """Estimate the bytes of a larger step, on a line or a power through the last two."""
+        steps = (size - self.size) / (self.size - self.lower)
+        power = log2(size / self.size) / log2(self.size / self.lower) if self.less else 0.0
+        line = self.nbytes + (self.nbytes - self.less) * steps
+        return float(max(line, self.nbytes * (self.nbytes / max(1, self.less)) ** power))
 
 
 def trial_seconds(weight_bytes: int) -> float:

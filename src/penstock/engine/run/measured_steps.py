@@ -19,18 +19,31 @@ from penstock.engine.model.runner import Runner
 from penstock.engine.model.runner_figures import figures_of
 from penstock.engine.model.sampling import TokenSampler, sample_all
 from penstock.engine.model.step_peaks import StepPeaks, measured_once
-from penstock.engine.model.step_trials import Reserve, StepTrials, trial_seconds
+from penstock.engine.model.step_trials import (
+    TRIAL_ROWS,
+    TRIAL_TOKENS,
+    MeasuredStep,
+    Reserve,
+    StepTrials,
+    trial_seconds,
+)
 from penstock.engine.request import Sampling
 from penstock.engine.schedule.costs import first_scores_bytes
 from penstock.kv.block_format import BlockFormat
 from penstock.kv.segment import KVSpan
-from penstock.kv.states import RecurrentState
+from penstock.kv.states import RecurrentState, StateForm
 from penstock.kv.tails import Tails
 
 logger = logging.getLogger(__name__)
 
 FAR_TOKENS = 4_096
 """Context length of the calibration chunk for compressed layers: enough rows to fill the top-k."""
+SCAN_TRIAL_TOKENS = 16
+"""Tokens of the first trial chunk of a model with states: in shorter ones their bytes are most."""
+SCAN_TOKENS = 256
+"""Maximum number of tokens between which mlx-lm's scans have a weight for each pair."""
+SCAN_COPIES = 8
+"""Number of float32 copies of these weights alive at once: 6 were measured."""
 LOGIT_COPIES = 4
 """Approximate number of float32 copies of a row's logits while sampling with all settings."""
 EVERYTHING = Sampling(
@@ -98,31 +111,53 @@ def run_steps(
     """Measure the peak memory of the largest steps on blank input."""
     width, slots = limits.speculative_tokens + 1, limits.max_batch_size
     figures = figures_of(runner)
-    # The bytes of states, and of compressed rows, do not grow in proportion.
-    in_steps = figures.is_recurrent or figures.compresses
     trials = StepTrials(
         reserve,
         free,
         alone=runner.ranks == 1,
-        seconds=inf if in_steps else trial_seconds(runner.weight_bytes()),
+        seconds=trial_seconds(runner.weight_bytes()),
+        kinds=4 if figures.compresses else 3,
         clock=time.process_time if runner.device.facts.on_heap else time.perf_counter,
     )
+    recurrent = figures.is_recurrent and not figures.compresses
     token, logits = runner.step_token_bytes, LOGIT_COPIES * 4 * runner.vocabulary_size
-    scores = partial(first_scores_bytes, figures, runner.device.memory)
+    memory, states = runner.device.memory, runner.state_form
+
+    def scores(tokens: int) -> int:
+        return first_scores_bytes(figures, memory, tokens) + scan_bytes(states, tokens)
+
+    def whole(chunk: MeasuredStep) -> int:
+        scan = scan_bytes(states, limits.step_tokens) if chunk.size < limits.step_tokens else 0
+        return chunk.scaled(limits.step_tokens) + scan
+
     logger.info("measuring the memory of engine steps, starting with a short one")
-    read = trials.measure(partial(prefill, runner), limits.step_tokens, token, scores=scores)
-    decoded = trials.measure(partial(decode, runner, tails, width), slots, width * (token + logits))
-    sampled = trials.measure(partial(sample, runner), slots, logits)
+    # Rows take little time: chunks, which grow most, have the rest of it.
+    decoded = trials.measure(
+        partial(decode, runner, tails, width), slots, width * (token + logits), first=TRIAL_ROWS
+    )
+    sampled = trials.measure(partial(sample, runner), slots, logits, first=TRIAL_ROWS)
+    read = trials.measure(
+        partial(prefill, runner),
+        limits.step_tokens,
+        token,
+        first=SCAN_TRIAL_TOKENS if recurrent else TRIAL_TOKENS,
+        scores=scores,
+        constant=recurrent,
+    )
     far = 0
     if figures.compresses:
         blank = BlockFormat.of(runner.shapes).blank(FAR_TOKENS).nbytes
         beyond = trials.measure(
-            partial(_prefill_far, runner), limits.step_tokens, token, beside=blank, scores=scores
+            partial(_prefill_far, runner),
+            limits.step_tokens,
+            token,
+            beside=blank,
+            scores=scores,
         )
-        far = blank + beyond.scaled(limits.step_tokens)
+        far = blank + whole(beyond)
     outside = outside_row_bytes(runner.model)  # which no trial sees
     return StepPeaks(
-        prefill=read.scaled(limits.step_tokens) + limits.step_tokens * outside,
+        prefill=whole(read) + limits.step_tokens * outside,
         decode=decoded.scaled(slots) + slots * width * outside,
         sample=sampled.scaled(slots),
         far=far,
@@ -130,6 +165,12 @@ def run_steps(
         token_seconds=read.seconds / read.size,
         measured_tokens=read.size,
     )
+
+
+def scan_bytes(states: StateForm, tokens: int) -> int:
+    """Return the bytes by which a scan over a chunk grows faster than in proportion."""
+    heads = max((shape[1] for _, shape, _ in states.arrays if len(shape) == 4), default=0)
+    return SCAN_COPIES * mx.float32.size * heads * min(tokens, SCAN_TOKENS) ** 2
 
 
 def prefill(runner: Runner, count: int) -> None:
