@@ -183,7 +183,7 @@ soak: $(VENV)/.dev
 	$(BIN)/python tools/soak.py --hybrid
 	PENSTOCK_WHOLE_MATRIX=1 $(BIN)/pytest $(COMBINED)
 	HYPOTHESIS_PROFILE=soak $(BIN)/pytest $(LONG) tests/stateful tests/engine/schedule/test_scheduler.py \
-		tests/server/test_schema.py tests/server/test_bad_days.py
+		tests/server/test_schema.py tests/server/test_bad_days.py tests/server/test_parsing.py
 	PENSTOCK_KILLS=200 $(BIN)/pytest $(LONG) tests/faults/test_cold_faults.py -k killed
 
 hostile: $(VENV)/.dev
