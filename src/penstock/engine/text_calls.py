@@ -59,8 +59,8 @@ def check_answer(request: Request, context_tokens: int | None, max_kv_size: int)
     if most < request.max_tokens < Request.ENDLESS:
         raise SettingError(
             f"max_tokens {request.max_tokens:,} is more than any answer has here: the model's "
-            f"context is {context_tokens:,} tokens, and max_kv_size {max_kv_size:,}; lower "
-            f"max_tokens, or set it to Request.ENDLESS"
+            f"context is {counted(context_tokens or 0, 'token')}, and max_kv_size {max_kv_size:,}; "
+            f"lower max_tokens, or set it to Request.ENDLESS"
         )
 
 

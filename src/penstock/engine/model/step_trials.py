@@ -29,8 +29,8 @@ ROUNDS_SECONDS = 0.1
 SURE_ROUNDS = 2
 """Measurements from which the largest is taken as it is."""
 UNREPEATED = 1.2
-"""Factor of the bytes of a step that was measured once: they vary by a quarter between runs, and
-what is reserved has `SLACK` besides. In proportion to a shorter step they are too many."""
+"""Factor of the bytes of a step that was measured once, where larger ones follow from its growth:
+they vary by a quarter between runs, and what is reserved has `SLACK` besides."""
 TRIAL_TOKENS = 8
 """Tokens of the first trial chunk, from which time and bytes of a whole one are estimated."""
 TRIAL_ROWS = 2
@@ -167,7 +167,7 @@ class StepTrials:
                 again, took, _ = self._run(partial(run, step.size))
             taken, seconds, ran = max(taken, again - beside), min(seconds, took), ran + took
             rounds += 1
-        if rounds < SURE_ROUNDS and (constant or step.size == size):
+        if rounds < SURE_ROUNDS and constant:
             taken = int(UNREPEATED * taken)
             small = replace(small, nbytes=int(UNREPEATED * small.nbytes))
         step = replace(step, nbytes=taken, seconds=seconds)
