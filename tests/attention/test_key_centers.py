@@ -125,13 +125,33 @@ def test_scores_include_subtracted_centers(m: int, name: str, compiled: bool) ->
         assert np.array_equal(alone, scores[1:]), "a head's scores depend on another's"
     inside = centers.between(first * BLOCK_TOKENS + 7, first * BLOCK_TOKENS + 40)
     assert np.array_equal(inside, taken[:, 7:40])
-    tables = dict(rotation._tables)
+    (table,) = rotation._tables
     centers.scores(queries, slice(None), first, stop, loop=center_loop() if compiled else None)
-    again = rotation._tables
-    assert all(again[number] is table for number, table in tables.items()), "one is made twice"
+    assert rotation._tables[0] is table and len(rotation._tables) == 1, "one is made twice"
     made = 4 * 8 * TABLE_BLOCKS * 2 * len(rotation._places[0])
-    held = sum(table.nbytes for table in tables.values())
-    assert held + made == rotation.table_bytes(stop * BLOCK_TOKENS)
+    assert table.nbytes + made == rotation.table_bytes(TABLE_BLOCKS * BLOCK_TOKENS)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_table_serves_a_million_positions(compiled: bool) -> None:
+    if compiled:
+        pytest.importorskip("numba")
+    draw = np.random.default_rng(5)
+    rotation = rotation_of(ropes()["halves"], DIM)
+    centers = KeyCenters(draw.normal(size=(HEADS, DIM)).astype(np.float32), rotation)
+    queries = draw.normal(size=(HEADS, 2, DIM)).astype(np.float32)
+    last = 2**20 // BLOCK_TOKENS
+    loop = center_loop() if compiled else None
+    scores = centers.scores(queries, slice(None), 1, last, loop=loop)
+    for first in (1, TABLE_BLOCKS - 1, 7 * TABLE_BLOCKS + 1, last - 40):
+        taken = centers.between(first * BLOCK_TOKENS, (first + 40) * BLOCK_TOKENS)
+        by_block = queries @ taken[:, ::BLOCK_TOKENS].swapaxes(1, 2)
+        assert np.allclose(scores[..., first - 1 : first + 39], by_block, atol=1e-4)
+        later = scores[..., first : first + 39]
+        assert not np.allclose(later, by_block[..., :-1], atol=1e-4), "negative control"
+    assert len(rotation._tables) == 1
+    held = rotation._tables[0].nbytes + rotation._turns[0].nbytes
+    assert held < rotation.table_bytes(2**20) / 40
 
 
 def test_centered_index_has_less_noise_at_equal_bytes() -> None:

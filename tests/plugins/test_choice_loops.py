@@ -37,6 +37,8 @@ from penstock.plugins.cpu.choice_loops import (
     side_addresses,
 )
 from penstock.plugins.cpu.cpu_backend import CPUBackend
+from penstock.plugins.cpu.index_products import QUERIES, block_product
+from penstock.plugins.cpu.tile_products import dot_product_name
 
 pytest.importorskip("numba")
 DIMS = 64, 96
@@ -85,11 +87,12 @@ class Spans:
 cuts = st.lists(st.integers(1, 300), max_size=5)
 
 
-def best_by_block(signs: Array, units: Array, codes: Array, sizes: Array) -> Floats:
-    """Return the largest product of each block."""
+def best_by_block(whole: Array, units: Array, codes: Array, sizes: Array) -> Floats:
+    """Return the largest product of each block, twice as large."""
     bits = np.unpackbits(codes, axis=-1, bitorder="little").astype(np.float64) * 2 - 1
+    numbers = bits[..., ::2] + 2 * bits[..., 1::2]
     with np.errstate(invalid="ignore"):
-        products = (signs.astype(np.float64) @ bits.swapaxes(1, 2)) * sizes[:, None]
+        products = (whole.astype(np.float64) @ numbers.swapaxes(1, 2)) * sizes[:, None]
         best = products.reshape(*products.shape[:2], -1, BLOCK_TOKENS).max(axis=-1) * units
     return best.astype(np.float32)
 
@@ -113,7 +116,8 @@ def test_selected_blocks_match_formula(
 ) -> None:
     draw = np.random.default_rng(seed)
     tokens = (FIRST_BLOCKS + blocks) * BLOCK_TOKENS
-    x = np.rint(15 * draw.normal(size=(heads, m, 2 * dim))).astype(np.float32)
+    x = np.rint(15 * draw.normal(size=(heads, m, dim))).astype(np.float32)
+    x[..., draw.integers(dim)] = draw.choice([-127, 127])
     units = draw.uniform(0.01, 0.1, (heads, m, 1)).astype(np.float32)
     codes = draw.integers(0, 256, (heads, tokens, dim // 4)).astype(np.uint8)
     sizes = (1e-3 * draw.gamma(2.0, size=(heads, tokens))).astype(np.float16)
@@ -139,10 +143,44 @@ def test_selected_blocks_match_formula(
     assert np.array_equal(np.concatenate(of_heads), chosen)
 
 
+@pytest.mark.parametrize("words", [2, 4, 6, 8, 16])
+def test_block_scores_have_same_bits_with_any_instructions(words: int) -> None:
+    from numba import njit
+
+    draw = np.random.default_rng(words)
+    codes = draw.integers(0, 256, (1, BLOCK_TOKENS, 4 * words)).astype(np.uint8)
+    sizes = draw.gamma(2.0, size=(1, BLOCK_TOKENS)).astype(np.float16)
+    whole = draw.integers(-127, 128, (1, 4, 16 * words))
+    by_place = whole.reshape(4, words, 4, 4).swapaxes(2, 3)  # bytes of a shift together
+    packed = np.ascontiguousarray(by_place.astype(np.int8)).view(np.uint32)
+    less = 3 * whole[0].sum(axis=1).astype(np.int32)
+    expected = best_by_block(whole, np.ones((1, 4, 1), np.float32), codes, sizes)[0, :, 0]
+    own = dot_product_name()
+    for name in {"plain", own} | ({"avx2"} if own == "vnni" else set()):
+        for queries in QUERIES:
+            multiply, out = block_product(words, queries, name), np.empty(4, np.float32)
+
+            @njit
+            def call(codes, sizes, x, less, into, stride):  # type: ignore[no-untyped-def]
+                multiply(codes, sizes, x, less, into, stride)  # noqa: B023 - called at once
+
+            for first in range(0, 4, queries):
+                x, off, into = (
+                    part[first:].ctypes.data for part in (packed.reshape(4, -1), less, out)
+                )
+                call(codes.ctypes.data, sizes.ctypes.data, x, off, into, np.int64(4))
+            assert np.array_equal(out, expected), (name, queries)
+            less[0] += 1
+            call(codes.ctypes.data, sizes.ctypes.data, packed.ctypes.data, less.ctypes.data,
+                 out.ctypes.data, np.int64(4))  # fmt: skip
+            less[0] -= 1
+            assert out[0] != expected[0], "negative control"
+
+
 def test_check_detects_changed_sign_or_scale() -> None:
     draw = np.random.default_rng(1)
     tokens = 64 * BLOCK_TOKENS
-    x = np.rint(15 * draw.normal(size=(1, 4, 128))).astype(np.float32)
+    x = np.rint(15 * draw.normal(size=(1, 4, 64))).astype(np.float32)
     units = np.full((1, 4, 1), 0.05, np.float32)
     codes = draw.integers(0, 256, (1, tokens, 16)).astype(np.uint8)
     sizes = np.ones((1, tokens), np.float16)

@@ -16,7 +16,9 @@ from penstock.attention.selection.choice_blocks import BLOCK_TOKENS
 from penstock.kv.numpy_arrays import Floats
 
 TABLE_BLOCKS = 1_024
-"""Number of blocks per table of cosines and sines."""
+"""Number of blocks in a table of cosines and sines. The blocks behind are turned by as many."""
+TILE_BLOCKS = 16
+"""Number of blocks in a tile of the table."""
 CenterLoop: TypeAlias = Callable[..., None]
 """Compiled loop for `Rotation.sums`."""
 ROPE_NAMES = "rope", "rotary_emb"
@@ -34,7 +36,10 @@ class Rotation:
 
     angles: npt.NDArray[np.float64]
     partners: npt.NDArray[np.int64]
-    _tables: dict[int, Floats] = field(default_factory=dict, init=False, repr=False)
+    _tables: list[Floats] = field(default_factory=list, init=False, repr=False)
+    """Table for `sums`, once it is made: (tiles, 2 * pairs, TILE_BLOCKS)."""
+    _turns: list[Floats] = field(default_factory=list, init=False, repr=False)
+    """Cosines and sines of the first block of each `TABLE_BLOCKS`, (n, 2 * pairs)."""
     _device_tables: dict[int, mx.array] = field(default_factory=dict, init=False, repr=False)
     """Tables of `table`, by number."""
     _places: tuple[npt.NDArray[np.int64], ...] = field(init=False, repr=False)
@@ -97,7 +102,7 @@ class Rotation:
         """Return the products of queries with vectors rotated to each block.
 
         The channels of a pair have the same cosine and opposite sines, so they share a row of the
-        tables, which are cached for all blocks.
+        table. One table is enough: the factors of a query are turned to each `TABLE_BLOCKS`.
 
         Args:
             queries: (kv_heads, m, dim).
@@ -109,41 +114,41 @@ class Rotation:
         Returns:
             Array (kv_heads, m, blocks).
         """
-        sums = np.empty((*queries.shape[:2], stop - first), np.float32)
+        turns = self._turned(-(-stop // TABLE_BLOCKS))
         if loop is not None:
-            for run in self._runs(first, stop):
-                loop(queries, vectors, *self._places, *run, sums)
+            sums = np.empty((*queries.shape[:2], stop - first), np.float32)
+            loop(queries, vectors, *self._places, self._table, turns, first, sums)
             return sums
         a, b, still = self._places
-        along = queries * vectors[:, None]
-        across = queries * vectors[:, None, self.partners]
-        factors = np.concatenate(
-            [
-                along[..., a] + along[..., b],
-                across[..., a] - across[..., b],
-            ],
-            axis=-1,
-        )
-        for table, start, offset, count in self._runs(first, stop):
-            # One head's at a time: how a product rounds depends on its shape.
-            np.matmul(
-                factors, table[:, start : start + count], out=sums[..., offset : offset + count]
-            )
-        sums += along[..., still].sum(axis=-1, keepdims=True)
-        return sums
+        products = queries * vectors[:, None]
+        others = queries * vectors[:, None, self.partners]
+        along = (products[..., a] + products[..., b])[:, :, None]
+        across = (others[..., a] - others[..., b])[:, :, None]
+        cosines, sines = np.split(turns, 2, axis=-1)
+        turned = along * cosines + across * sines, across * cosines - along * sines
+        # One query's at a time: how a product rounds depends on its shape.
+        by_tile = np.concatenate(turned, axis=-1)[..., None, None, :] @ self._table
+        every: Floats = by_tile.astype(np.float32).reshape(*queries.shape[:2], -1)[..., first:stop]
+        every += products[..., still].sum(axis=-1, keepdims=True)
+        return every
 
-    def _runs(self, first: int, stop: int) -> Iterator[tuple[Floats, int, int, int]]:
-        """Yield tables with their first column, the offset of their sums, and their number."""
-        block = first
-        while block < stop:
-            number, start = divmod(block, TABLE_BLOCKS)
-            count = min(TABLE_BLOCKS - start, stop - block)
-            if number not in self._tables:  # two threads may make the same one
-                blocks = number * TABLE_BLOCKS, (number + 1) * TABLE_BLOCKS
-                turns = _mean_turns(self.angles[self._places[0]], *blocks)
-                self._tables[number] = np.ascontiguousarray(np.hstack(turns).T)
-            yield self._tables[number], start, block - first, count
-            block += count
+    @property
+    def _table(self) -> Floats:
+        if not self._tables:  # two threads may make the same one
+            turns = np.hstack(_mean_turns(self.angles[self._places[0]], 0, TABLE_BLOCKS))
+            shape = TABLE_BLOCKS // TILE_BLOCKS, TILE_BLOCKS, turns.shape[-1]
+            tiles = turns.reshape(shape).swapaxes(1, 2)
+            self._tables.append(np.ascontiguousarray(tiles))
+        return self._tables[0]
+
+    def _turned(self, count: int) -> Floats:
+        """Return `count` rows of turns, and maybe more."""
+        if not self._turns or len(self._turns[-1]) < count:
+            steps = np.arange(max(count, 64)) * (TABLE_BLOCKS * BLOCK_TOKENS)
+            turns = np.outer(steps, self.angles[self._places[0]])
+            both = np.hstack([np.cos(turns), np.sin(turns)]).astype(np.float32)
+            self._turns[:] = [both]
+        return self._turns[-1]
 
     def factors(self, vectors: Floats) -> Floats:
         """Return the matrices that make queries ready for `table`, (kv_heads, dim, 2 * pairs + 1).

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.plugins.cpu.compiled import FOUR
+from penstock.attention.selection.rotations import TABLE_BLOCKS, TILE_BLOCKS
+from penstock.plugins.cpu.index_products import QUERIES, center_product
 
 
 @cache
@@ -31,52 +32,72 @@ def _factor_loop() -> Any:
 
 
 @cache
-def _turn_loop() -> Any:
-    """Compile the sums of the blocks' rotations for four queries, two rows at a time."""
+def _tile_loop() -> Any:
+    """Compile the products of all queries of a head with a tile of the table."""
     from numba import njit
 
-    @njit(nogil=True, fastmath={"contract"})
-    def turn(factors, table, start, sums):  # type: ignore[no-untyped-def]
-        blocks = sums.shape[1]
-        first, second, third, fourth = sums[0], sums[1], sums[2], sums[3]
-        for row in range(0, factors.shape[1], 2):
-            x, y = table[row, start : start + blocks], table[row + 1, start : start + blocks]
-            a, b, c, d = factors[0, row], factors[1, row], factors[2, row], factors[3, row]
-            e, f = factors[0, row + 1], factors[1, row + 1]
-            g, h = factors[2, row + 1], factors[3, row + 1]
-            for block in range(blocks):
-                first[block] += a * x[block] + e * y[block]
-                second[block] += b * x[block] + f * y[block]
-                third[block] += c * x[block] + g * y[block]
-                fourth[block] += d * x[block] + h * y[block]
+    (most, some, one), (four, two, single) = QUERIES, map(center_product, QUERIES)
 
-    return turn
+    @njit(nogil=True)
+    def multiply(tile, factors, added, out, stride):  # type: ignore[no-untyped-def]
+        queries, rows = factors.shape
+        x, start, query = factors.ctypes.data, added.ctypes.data, 0
+        while query + most <= queries:
+            four(tile, x + 4 * rows * query, start + 4 * query, out, stride, rows)
+            query, out = query + most, out + most * stride
+        if query + some <= queries:
+            two(tile, x + 4 * rows * query, start + 4 * query, out, stride, rows)
+            query, out = query + some, out + some * stride
+        if query + one <= queries:
+            single(tile, x + 4 * rows * query, start + 4 * query, out, stride, rows)
+
+    return multiply
 
 
 @cache
 def center_loop() -> Any:
-    """Compile the scores of blocks by one table of rotations; see `Rotation.sums`.
+    """Compile the scores of blocks by a table of rotations; see `Rotation.sums`.
 
     The sum of a block has a fixed order.
     """
     from numba import njit
 
-    factor, turn, together = _factor_loop(), _turn_loop(), FOUR
+    factor, multiply = _factor_loop(), _tile_loop()
+    lanes, blocks_each = TILE_BLOCKS, TABLE_BLOCKS
 
     @njit(nogil=True)
-    def score(queries, vectors, one, other, still, table, start, at, count, scores):  # type: ignore[no-untyped-def]
+    def score(queries, vectors, one, other, still, table, turns, first, scores):  # type: ignore[no-untyped-def]
         heads, m, _ = queries.shape
-        factors = np.zeros((together, 2 * len(one)), np.float32)
-        sums = np.zeros((together, count), np.float32)
-        for group in range(0, heads * m, together):  # of all heads: they have one table
-            queries_here = min(together, heads * m - group)
-            for lane in range(queries_here):
-                head, number = divmod(group + lane, m)
-                query, vector = queries[head, number], vectors[head]
-                sums[lane] = factor(query, vector, one, other, still, factors[lane])
-            turn(factors, table, start, sums)
-            for lane in range(queries_here):
-                head, number = divmod(group + lane, m)
-                scores[head, number, at : at + count] = sums[lane]
+        pairs, stop, stride = len(one), first + scores.shape[2], scores.strides[1]
+        factors = np.empty((m, 2 * pairs), np.float32)
+        turned, added = np.empty((m, 2 * pairs), np.float32), np.empty(m, np.float32)
+        cut = np.empty((m, lanes), np.float32)
+        tile_bytes, start = table.strides[0], table.ctypes.data
+        for head in range(heads):
+            own, out = scores[head], scores[head].ctypes.data
+            for number in range(m):
+                added[number] = factor(
+                    queries[head, number], vectors[head], one, other, still, factors[number]
+                )
+            for far in range(first // blocks_each, (stop - 1) // blocks_each + 1):
+                for number in range(m):
+                    for pair in range(pairs):
+                        along, across = factors[number, pair], factors[number, pairs + pair]
+                        cosine, sine = turns[far, pair], turns[far, pairs + pair]
+                        turned[number, pair] = along * cosine + across * sine
+                        turned[number, pairs + pair] = across * cosine - along * sine
+                for tile in range(len(table)):
+                    block = far * blocks_each + tile * lanes
+                    if block + lanes <= first or block >= stop:
+                        continue
+                    at = start + tile * tile_bytes
+                    if first <= block and block + lanes <= stop:
+                        multiply(at, turned, added, out + 4 * (block - first), stride)
+                        continue
+                    multiply(at, turned, added, cut.ctypes.data, cut.strides[0])
+                    inside = max(first, block), min(stop, block + lanes)
+                    own[:, inside[0] - first : inside[1] - first] = cut[
+                        :, inside[0] - block : inside[1] - block
+                    ]
 
     return score

@@ -88,8 +88,8 @@ class ChoiceLoops:
         ]
         sides = np.array([side_addresses(array) for array in (*held, None)], np.int64)
         spans = SpanTable(np.array([0, 2 * BLOCK_TOKENS], np.int64), sides[None])
-        signs, units = np.zeros((1, 1, self.signs), np.float32), np.ones((1, 1, 1), np.float32)
-        blocks = self.choose(signs, units, spans, 2, 1)
+        whole, units = np.zeros((1, 1, self.signs // 2), np.float32), np.ones((1, 1, 1), np.float32)
+        blocks = self.choose(whole, units, spans, 2, 1)
         query = np.zeros((1, 1, self.key_dim), np.float32)
         self.locate(spans, blocks, 1)
         self.attend(query, spans, blocks, 1, None)
@@ -100,7 +100,7 @@ class ChoiceLoops:
 
     def choose(
         self,
-        signs: Floats,
+        whole: Floats,
         units: Floats,
         spans: SpanTable,
         stop: int,
@@ -111,18 +111,17 @@ class ChoiceLoops:
         """Select the best blocks of each head; return sorted indices, (heads, count).
 
         Args:
-            signs: whole numbers, from `KeyIndex.whole_queries`, as weights of the index's signs,
-                (heads, m, signs).
-            units: what a product with these is worth, (heads, m, 1).
+            whole: whole numbers from `KeyIndex.whole_queries`, (heads, m, n); 127 at most.
+            units: what half of a product with these is worth, (heads, m, 1).
             spans: locations of the indexed tokens.
             stop: index after the last selectable block; the first ones are always read.
             count: number of blocks to select.
             first_head: index of the first of the heads.
             centers: parts of the block scores that the index leaves out, (heads, m, blocks).
         """
-        chosen, beside = np.empty((len(signs), count), np.int64), _centers(signs, stop, centers)
+        chosen, beside = np.empty((len(whole), count), np.int64), _centers(whole, stop, centers)
         where = spans.sides, spans.starts, first_head, stop
-        self._choose(signs, units, beside, *where, chosen)
+        self._choose(whole, units, beside, *where, chosen)
         return chosen
 
     def locate(

@@ -133,7 +133,7 @@ class LoopReader(ChoiceReader):
         """Select blocks for some KV heads, (kv_heads, blocks)."""
         count = self.selection.blocks(query.asked.asked.row.position)
         where = query.spans, query.stop, count
-        return self.loops.choose(query.signs, query.units, *where, query.heads.start, query.centers)
+        return self.loops.choose(query.whole, query.units, *where, query.heads.start, query.centers)
 
     def _rest_of(self, query: _IndexQuery, blocks: Integers) -> Rest | None:
         """Read the unselected tokens of some KV heads, if the index has values."""
@@ -154,8 +154,8 @@ class _HostQuery:
     asked: Asked
     queries: Floats
     """Array (kv_heads, m, dim), scaled so that e^score is a weight."""
-    signs: Floats
-    """Weights of the signs in the index, whole numbers, (kv_heads, m, signs)."""
+    whole: Floats
+    """Whole numbers of `KeyIndex.whole_queries`, (kv_heads, m, n)."""
     units: Floats
     """Units of products with these, (kv_heads, m, 1)."""
     tail: Sequence[Floats]
@@ -165,12 +165,11 @@ class _HostQuery:
 
     @classmethod
     def of(cls, asked: Asked, queries: Floats, whole: Floats, units: Floats) -> _HostQuery:
-        signs = np.stack([whole, 2 * whole], axis=-1).reshape(*whole.shape[:2], -1)
         tail = [np.asarray(side)[0] for side in asked.tail] if bytes_of(asked.tail) else []
         sinks = None
         if asked.sinks is not None:
             sinks = np.array(asked.sinks.astype(mx.float32)).reshape(len(queries), -1)
-        return cls(asked, queries, signs, units * np.float32(0.5), tail, sinks)
+        return cls(asked, queries, whole, units * np.float32(0.5), tail, sinks)
 
     @property
     def is_readable(self) -> bool:
@@ -239,8 +238,8 @@ class _IndexQuery:
         return cls(asked, heads, spans, stop, centers)
 
     @property
-    def signs(self) -> Floats:
-        return self.asked.signs[self.heads]
+    def whole(self) -> Floats:
+        return self.asked.whole[self.heads]
 
     @property
     def units(self) -> Floats:

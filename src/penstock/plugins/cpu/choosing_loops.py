@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from penstock.attention.selection.choice_blocks import BLOCK_TOKENS, FIRST_BLOCKS
-from penstock.plugins.cpu.compiled import exp_loop, half_bits_loop, pointer
-from penstock.plugins.cpu.sign_products import HIDDEN, LANE_BITS, LANES
+from penstock.plugins.cpu.compiled import exp_loop, pointer
+from penstock.plugins.cpu.index_products import QUERIES, SHIFTS, block_product
+from penstock.plugins.cpu.sign_products import LANES
 
 
 @cache
@@ -65,18 +66,26 @@ def sum_loop(words: int) -> Any:
 
 
 @cache
-def _sums_loop(words: int) -> Any:
-    """Compile the sums of some tokens of a block, for four queries."""
-    from numba import njit
-
-    sum_up, hidden = sum_loop(words), int(HIDDEN)
+def _pack_loop(words: int) -> Any:
+    """Compile the packing of one head's queries into bytes; see `index_products`."""
+    from numba import int32, int64, njit, uint32
 
     @njit(nogil=True)
-    def sums_of(table, signs, sums):  # type: ignore[no-untyped-def]
-        for token in range(len(sums)):
-            sums[token] = sum_up(table, signs, token) + hidden
+    def pack(whole, packed, less):  # type: ignore[no-untyped-def]
+        for query in range(len(whole)):
+            total = int64(0)
+            for word in range(words):
+                for shift in range(SHIFTS):
+                    group = uint32(0)
+                    for octet in range(4):
+                        number = whole[query, 16 * word + 4 * octet + shift]
+                        if not np.isnan(number):
+                            total += int64(number)
+                            group |= uint32(int64(number) & 255) << uint32(8 * octet)
+                    packed[query, word, shift] = group
+            less[query] = int32(3 * total)
 
-    return sums_of
+    return pack
 
 
 @cache
@@ -85,48 +94,47 @@ def _best_loop(words: int) -> Any:
 
     A sum of whole numbers times a float16 is exact in float32; see `KeyIndex.products`.
     """
-    from numba import carray, float32, njit
+    from numba import carray, njit
 
-    address_of, sums_of, write_bits = pointer(), _sums_loop(words), half_bits_loop()
-    block, lanes_of, half = BLOCK_TOKENS, LANES, float32(2 ** (LANE_BITS - 1))
+    address_of, block = pointer(), BLOCK_TOKENS
+    (most, some, one), (four, two, single) = QUERIES, (block_product(words, n) for n in QUERIES)
+    query_bytes = 4 * SHIFTS * words
 
     @njit(nogil=True)
-    def best(tables, sides, starts, head, first, into):  # type: ignore[no-untyped-def]
-        sums = np.empty(block, np.int64)
-        lanes = sums.view(np.uint16).reshape(block, lanes_of)
-        halves, bits = np.empty(block, np.uint16), np.empty(block, np.int32)
-        sizes = bits.view(np.float32)
+    def best(packed, less, sides, starts, head, first, into):  # type: ignore[no-untyped-def]
+        queries, stride = into.shape[0], into.strides[0]
+        own_codes, own_sizes = np.empty((block, words), np.uint32), np.empty(block, np.uint16)
+        x, off, out = packed.ctypes.data, less.ctypes.data, into.ctypes.data
         at = 0
         for number in range(into.shape[1]):
             start = (first + number) * block
             while starts[at + 1] <= start:
                 at += 1
-            span, done = at, 0
-            while done < block:
-                column = start + done - starts[span]
-                run = min(block - done, starts[span + 1] - start - done)
-                address = sides[span, 3, 0] + head * sides[span, 3, 1] + 2 * column
-                held = carray(address_of(address), run, np.uint16)
-                for token in range(run):
-                    halves[done + token] = held[token]
-                span, done = span + 1, done + run
-            write_bits(halves, bits)
-            for token in range(block):
-                sizes[token] *= float32(2.0**112)
-            for query in range(len(tables)):
+            column = start - starts[at]
+            codes = sides[at, 2, 0] + head * sides[at, 2, 1] + 4 * words * column
+            sizes = sides[at, 3, 0] + head * sides[at, 3, 1] + 2 * column
+            if starts[at + 1] < start + block:  # in several spans: joined
                 span, done = at, 0
                 while done < block:
                     column = start + done - starts[span]
                     run = min(block - done, starts[span + 1] - start - done)
-                    address = sides[span, 2, 0] + head * sides[span, 2, 1] + 4 * words * column
-                    signs = carray(address_of(address), (run, words), np.uint32)
-                    sums_of(tables[query], signs, sums[done : done + run])
+                    codes = sides[span, 2, 0] + head * sides[span, 2, 1] + 4 * words * column
+                    sizes = sides[span, 3, 0] + head * sides[span, 3, 1] + 2 * column
+                    held = carray(address_of(codes), (run, words), np.uint32)
+                    held_sizes = carray(address_of(sizes), run, np.uint16)
+                    own_codes[done : done + run] = held
+                    own_sizes[done : done + run] = held_sizes
                     span, done = span + 1, done + run
-                for lane in range(lanes_of):
-                    most = float32(-np.inf)
-                    for token in range(block):
-                        most = max(most, (float32(lanes[token, lane]) - half) * sizes[token])
-                    into[lanes_of * query + lane, number] = most
+                codes, sizes = own_codes.ctypes.data, own_sizes.ctypes.data
+            query, place = 0, out + 4 * number
+            while query + most <= queries:
+                four(codes, sizes, x + query * query_bytes, off + 4 * query, place, stride)
+                query, place = query + most, place + most * stride
+            if query + some <= queries:
+                two(codes, sizes, x + query * query_bytes, off + 4 * query, place, stride)
+                query, place = query + some, place + some * stride
+            if query + one <= queries:
+                single(codes, sizes, x + query * query_bytes, off + 4 * query, place, stride)
 
     return best
 
@@ -166,21 +174,20 @@ def choose_loop(words: int) -> Any:
     """Compile the selection of blocks by an index with `words` words per token."""
     from numba import float32, njit
 
-    fill, best, exp, select = fill_loop(), _best_loop(words), exp_loop(), _select_loop()
-    lanes, first = LANES, FIRST_BLOCKS
+    pack, best, exp, select = _pack_loop(words), _best_loop(words), exp_loop(), _select_loop()
+    first = FIRST_BLOCKS
 
     @njit(nogil=True)
-    def choose(x, units, centers, sides, starts, first_head, stop, chosen):  # type: ignore[no-untyped-def]
-        heads, queries, _ = x.shape
-        ones = np.ones((queries, 1), np.float32)
-        blocks, groups = stop - first, -(-queries // lanes)
-        tables = np.empty((groups, 4 * words, 256), np.int64)
-        sums = np.empty((groups * lanes, blocks), np.float32)
+    def choose(whole, units, centers, sides, starts, first_head, stop, chosen):  # type: ignore[no-untyped-def]
+        heads, queries, _ = whole.shape
+        blocks = stop - first
+        packed, less = np.empty((queries, words, SHIFTS), np.uint32), np.empty(queries, np.int32)
+        sums = np.empty((queries, blocks), np.float32)
         scores, weights = np.empty(blocks, np.float32), np.empty(blocks, np.float32)
         lacks = np.empty(blocks, np.float32)
         for head in range(heads):
-            fill(tables, x[head], ones)
-            best(tables, sides, starts, first_head + head, first, sums)
+            pack(whole[head], packed, less)
+            best(packed, less, sides, starts, first_head + head, first, sums)
             for number in range(blocks):
                 lacks[number] = np.inf
             for query in range(queries):

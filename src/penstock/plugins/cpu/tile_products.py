@@ -401,6 +401,11 @@ _DOT_PRODUCTS: dict[str, DotProduct] = {
 }
 
 
+def dot_product(instructions: str) -> DotProduct:
+    """Return the product of bytes with these instructions; see `dot_product_name`."""
+    return _DOT_PRODUCTS[instructions]
+
+
 # ---- codes of floats of 4 bits
 
 

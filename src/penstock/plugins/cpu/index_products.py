@@ -1,0 +1,197 @@
+"""Vector code for the scores of blocks by the key index, and by the centers that it leaves out.
+
+A vector holds a word of codes of each token of a block, or a cosine or sine of each of 16 blocks.
+Products of bytes are added in integers, as in
+`tile_products`: exact, so the scores do not depend on which queries are multiplied together.
+
+The functions are written as LLVM IR, for loops that Numba compiles.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from penstock.attention.selection.choice_blocks import BLOCK_TOKENS
+from penstock.attention.selection.rotations import TILE_BLOCKS
+from penstock.plugins.cpu.tile_products import dot_product, dot_product_name
+
+SHIFTS = 4
+"""Codes of 2 bits in a byte. A group is the bytes of a word at one shift: four codes."""
+QUERIES = (4, 2, 1)
+"""Numbers of queries that are multiplied together, the most first."""
+HALF_BIAS = 2.0**112
+"""Factor of a float16 whose bits were moved to the place of a float32's."""
+
+
+@cache
+def block_product(words: int, queries: int, instructions: str = "") -> Any:
+    """Return a function for compiled loops: best products of a block's tokens with queries.
+
+    It takes the addresses of the block's codes, (tokens, words) uint32, of its sizes, float16, of
+    the queries' bytes, (queries, words, shifts) int32, of what to take off a query's sums, int32,
+    and of the results, float32, and the bytes from one query's result to the next.
+
+    Args:
+        words: words of codes of a token.
+        queries: number of queries.
+        instructions: see `dot_product_name`, whose result is the default.
+    """
+    from llvmlite import ir
+    from numba import types
+    from numba.extending import intrinsic
+
+    dot = dot_product(instructions or dot_product_name())
+    word32, word64, real = ir.IntType(32), ir.IntType(64), ir.FloatType()
+    lanes, reals = ir.VectorType(word32, BLOCK_TOKENS), ir.VectorType(real, BLOCK_TOKENS)
+    chains = max(1, 4 // queries)  # an addition takes as many cycles as there are sums
+
+    def every(value: float, kind: Any) -> Any:
+        return ir.Constant(kind, [value] * BLOCK_TOKENS)
+
+    def load(builder: Any, address: Any, offset: int, kind: Any, align: int) -> Any:
+        place = builder.add(address, ir.Constant(word64, offset))
+        return builder.load(builder.inttoptr(place, ir.PointerType(kind)), align=align)
+
+    def in_all_lanes(builder: Any, value: Any) -> Any:
+        empty = ir.Constant(lanes, ir.Undefined)
+        first = builder.insert_element(empty, value, ir.Constant(word32, 0))
+        return builder.shuffle_vector(first, empty, every(0, lanes))
+
+    def shuffled(builder: Any, one: Any, other: Any, places: list[int]) -> Any:
+        return builder.shuffle_vector(one, other, ir.Constant(lanes, places))
+
+    def of_tokens(builder: Any, vectors: list[Any], word: int) -> Any:
+        """Return one word of each token; `vectors` has all words in order."""
+        left = []
+        for number, vector in enumerate(vectors):
+            first = BLOCK_TOKENS * number
+            place = [words * token + word - first for token in range(BLOCK_TOKENS)]
+            left.append((vector, [at if 0 <= at < BLOCK_TOKENS else -1 for at in place]))
+        while len(left) > 1 or left[0][1] != list(range(BLOCK_TOKENS)):
+            joined = []
+            for pair in range(0, len(left), 2):
+                (one, at), (other, behind) = left[pair], left[min(pair + 1, len(left) - 1)]
+                places = [
+                    a if a >= 0 else (BLOCK_TOKENS + b if b >= 0 else token)
+                    for token, (a, b) in enumerate(zip(at, behind, strict=True))
+                ]
+                held = [
+                    token if a >= 0 or b >= 0 else -1
+                    for token, (a, b) in enumerate(zip(at, behind, strict=True))
+                ]
+                joined.append((shuffled(builder, one, other, places), held))
+            left = joined
+        return left[0][0]
+
+    def largest(builder: Any, numbers: Any) -> Any:
+        for apart in (8, 4, 2, 1):
+            other = [(lane + apart) % BLOCK_TOKENS for lane in range(BLOCK_TOKENS)]
+            moved = shuffled(builder, numbers, numbers, other)
+            above = builder.fcmp_ordered(">", numbers, moved)
+            numbers = builder.select(above, numbers, moved)
+        return builder.extract_element(numbers, ir.Constant(word32, 0))
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def multiply(
+        context: Any, codes: Any, sizes: Any, x: Any, less: Any, into: Any, stride: Any
+    ) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            codes, sizes, x, less, into, stride = values
+            vectors = [load(builder, codes, 64 * n, lanes, 4) for n in range(words)]
+            halves = load(builder, sizes, 0, ir.VectorType(ir.IntType(16), BLOCK_TOKENS), 2)
+            bits = builder.shl(builder.zext(halves, lanes), every(13, lanes))
+            size = builder.fmul(builder.bitcast(bits, reals), every(HALF_BIAS, reals))
+            sums = [[every(0, lanes)] * chains for _ in range(queries)]
+            for word in range(words):
+                of_block = of_tokens(builder, vectors, word)
+                for shift in range(SHIFTS):
+                    moved = builder.lshr(of_block, every(2 * shift, lanes)) if shift else of_block
+                    group = builder.and_(moved, every(0x03030303, lanes))
+                    for query in range(queries):
+                        place = SHIFTS * (words * query + word) + shift
+                        one = in_all_lanes(builder, load(builder, x, 4 * place, word32, 4))
+                        chain = place % chains
+                        sums[query][chain] = dot(builder, sums[query][chain], group, one)
+            for query, parts in enumerate(sums):
+                total = parts[0]
+                for part in parts[1:]:
+                    total = builder.add(total, part)
+                off = in_all_lanes(builder, load(builder, less, 4 * query, word32, 4))
+                total = builder.sub(builder.shl(total, every(1, lanes)), off)
+                products = builder.fmul(builder.sitofp(total, reals), size)
+                place = builder.add(into, builder.mul(stride, ir.Constant(word64, query)))
+                address = builder.inttoptr(place, ir.PointerType(real))
+                builder.store(largest(builder, products), address, align=4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6), generate
+
+    return multiply
+
+
+@cache
+def center_product(queries: int) -> Any:
+    """Return a function for compiled loops: products of queries with the centers of 16 blocks.
+
+    It takes the addresses of the blocks' cosines and sines, (rows, 16) float32, of the queries'
+    factors, (queries, rows), of what is added to a query's products, (queries,), and of the
+    results, (16,) each, the bytes from one query's results to the next, and the rows, an even
+    number. The order of the sums is the same for any number of queries.
+    """
+    from llvmlite import ir
+    from numba import types
+    from numba.core import cgutils
+    from numba.extending import intrinsic
+
+    word32, word64, real = ir.IntType(32), ir.IntType(64), ir.FloatType()
+    lanes, reals = ir.VectorType(word32, TILE_BLOCKS), ir.VectorType(real, TILE_BLOCKS)
+    chains = 2
+
+    def number(value: int) -> Any:
+        return ir.Constant(word64, value)
+
+    def load(builder: Any, address: Any, kind: Any) -> Any:
+        return builder.load(builder.inttoptr(address, ir.PointerType(kind)), align=4)
+
+    def in_all_lanes(builder: Any, value: Any) -> Any:
+        empty = ir.Constant(reals, ir.Undefined)
+        first = builder.insert_element(empty, value, ir.Constant(word32, 0))
+        return builder.shuffle_vector(first, empty, ir.Constant(lanes, [0] * TILE_BLOCKS))
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def multiply(
+        context: Any, table: Any, factors: Any, added: Any, into: Any, stride: Any, rows: Any
+    ) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            table, factors, added, into, stride, rows = values
+            kind = ir.FunctionType(reals, [reals] * 3)
+            fused = cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.v16f32")
+            row_bytes, sums = builder.mul(rows, number(4)), []
+            for query in range(queries):
+                start = load(builder, builder.add(added, number(4 * query)), real)
+                firsts = in_all_lanes(builder, start), ir.Constant(reals, [0.0] * TILE_BLOCKS)
+                sums.append([cgutils.alloca_once_value(builder, first) for first in firsts])
+            with cgutils.for_range(builder, builder.sdiv(rows, number(chains))) as loop:
+                for chain in range(chains):
+                    row = builder.add(builder.mul(loop.index, number(chains)), number(chain))
+                    at = builder.mul(row, number(4 * TILE_BLOCKS))
+                    turn = load(builder, builder.add(table, at), reals)
+                    for query in range(queries):
+                        place = builder.add(
+                            builder.mul(row_bytes, number(query)), builder.mul(row, number(4))
+                        )
+                        factor = load(builder, builder.add(factors, place), real)
+                        own = sums[query][chain]
+                        given = [in_all_lanes(builder, factor), turn, builder.load(own)]
+                        builder.store(builder.call(fused, given), own)
+            for query, parts in enumerate(sums):
+                total = builder.fadd(*(builder.load(part) for part in parts))
+                place = builder.add(into, builder.mul(stride, number(query)))
+                address = builder.inttoptr(place, ir.PointerType(reals))
+                builder.store(total, address, align=4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6), generate
+
+    return multiply
