@@ -12,10 +12,11 @@ from penstock.engine.retentions import make_retentions
 from penstock.engine.schedule.kv_stores import KVStores
 from penstock.engine.settings import identity
 from penstock.kv.block_format import BlockFormats
-from penstock.kv.block_spans import SPILLED_MERGE_TOKENS, span_tokens
+from penstock.kv.block_spans import SPILLED_LONGER, SPILLED_MERGE_TOKENS, span_tokens
 from penstock.kv.quantization import ALL_RAW, QuantizationRule
 from penstock.kv.segment import Segment
 from penstock.prefix.prefixes import MAX_MERGE_TOKENS, Prefixes, remembered_nodes
+from penstock.prefix.tree import LONGER
 
 
 def open_stores(
@@ -75,6 +76,7 @@ def _tree(base: Foundation, fingerprint: str) -> Prefixes[Segment]:
         remembered=remembered_nodes(base.group.least(base.ledger.limit_bytes)),
         # Coded nodes may be longer: time goes by the number of parts that are read.
         max_merge_tokens=merged,
+        longer=SPILLED_LONGER if spilled else LONGER,
         max_merge_bytes=merged * base.runner.held_token_bytes if coded or spilled else 0,
         span_tokens=span_tokens(size),
         beside=base.beside,

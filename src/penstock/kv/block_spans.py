@@ -11,6 +11,8 @@ RECORD_TOKENS = 320
 including a short last one, than with blocks of 256."""
 SPILLED_MERGE_TOKENS = 512
 """Maximum tokens of a node with KV in memory when spilling, unless a prefill chunk is larger."""
+SPILLED_LONGER = 32
+"""Factor on that for nodes whose KV has left memory: Python takes a step's time for each node."""
 
 
 def span_blocks(block_size: int) -> int:

@@ -23,7 +23,7 @@ from penstock.prefix.explanation import EvictionLog, Why
 from penstock.prefix.node import NODE_BYTES, Match, Node, NodeView, S, index_bytes, upwards
 from penstock.prefix.pin import Pin
 from penstock.prefix.policy import REMEMBERED_NODES, HalfLife, PrefillCost
-from penstock.prefix.tree import PrefixTree
+from penstock.prefix.tree import LONGER, PrefixTree
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Prefixes(Generic[S]):
         remembered: number of evicted nodes and blocks to remember; by default
             `remembered_nodes` of the limit.
         max_merge_tokens: maximum tokens of a merged node,
-        max_merge_bytes: or its maximum bytes, if it is not much longer; see `PrefixTree`.
+        max_merge_bytes: or its maximum bytes, if it is at most `longer` times as long.
         span_tokens: a node up to this length is also merged with a longer parent, if both
             together are no longer than this.
         beside: reclaimable memory and listeners; none by default.
@@ -98,6 +98,7 @@ class Prefixes(Generic[S]):
         remembered: int | None = None,
         max_merge_tokens: int = MAX_MERGE_TOKENS,
         max_merge_bytes: int = 0,
+        longer: int = LONGER,
         span_tokens: int = 0,
         beside: Beside[S] | None = None,
     ) -> None:
@@ -109,6 +110,7 @@ class Prefixes(Generic[S]):
             self.policy,
             max_merge_tokens=max_merge_tokens,
             max_merge_bytes=max_merge_bytes,
+            longer=longer,
         )
         self.ledger = ledger
         self.tree = tree

@@ -24,7 +24,7 @@ from penstock.prefix.policy import COLD, HalfLife, Policy
 from penstock.prefix.tree_totals import TreeTotals
 
 LONGER = 4
-"""Factor on `max_merge_tokens` for nodes with few bytes."""
+"""Factor on `max_merge_tokens` for nodes with few bytes, unless another is given."""
 
 
 class PrefixTree(Generic[S]):
@@ -37,7 +37,7 @@ class PrefixTree(Generic[S]):
         block_size: number of tokens per block.
         policy: orders evictions, a `HalfLife` by default; not shared between trees.
         max_merge_tokens: maximum tokens of a merged node,
-        max_merge_bytes: or its maximum bytes without checkpoints, if it is at most `LONGER` times
+        max_merge_bytes: or its maximum bytes without checkpoints, if it is at most `longer` times
             as long.
     """
 
@@ -48,6 +48,7 @@ class PrefixTree(Generic[S]):
         *,
         max_merge_tokens: int = 2_048,
         max_merge_bytes: int = 0,
+        longer: int = LONGER,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {block_size}")
@@ -55,6 +56,7 @@ class PrefixTree(Generic[S]):
         self.policy: Policy = policy or HalfLife()
         self.max_merge_tokens = max_merge_tokens
         self.max_merge_bytes = max_merge_bytes
+        self.longer = longer
         self._tops: dict[bytes, Node[S]] = {}
         self._nodes: dict[int, Node[S]] = {}
         self._pins: set[Pin[S]] = set()
@@ -140,7 +142,7 @@ class PrefixTree(Generic[S]):
 
     def _is_small(self, run: Sequence[Node[S]]) -> bool:
         tokens, limit = run[-1].end - run[0].start, self.max_merge_tokens
-        if tokens <= limit or not self.max_merge_bytes or tokens > LONGER * limit:
+        if tokens <= limit or not self.max_merge_bytes or tokens > self.longer * limit:
             return tokens <= limit
         sizes = (node.segment.nbytes - node.segment.checkpoint_nbytes for node in run)
         return sum(sizes) <= self.max_merge_bytes
