@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from penstock.kv.codecs import wide_codes
-from penstock.kv.codecs.code_ops import SIGNS_AT_ONCE
-
 SCORE_BUFFERS = 8
 """Number of float32 arrays alive at once while scores become weights: 7.7 at most, measured."""
 HALF_SCORE_BUFFERS = 10
@@ -61,11 +58,6 @@ class AttentionMemory:
     def holds_all_scores(self, key_dim: int, value_dim: int) -> bool:
         """Return whether a prefill chunk materializes all its scores, for heads of this size."""
         return key_dim != value_dim or key_dim not in FUSED_DIMS
-
-    @property
-    def sign_bytes(self) -> int:
-        """Maximum bytes that `multiply_signs` needs besides its result."""
-        return mx.float32.size * self.lanes * wide_codes.BUFFERS * SIGNS_AT_ONCE
 
     def code_bytes(self, numbers: int) -> int:
         """Return an upper bound of the bytes that `multiply_codes` needs besides its result.

@@ -27,7 +27,7 @@ def _choice(runner: Runner) -> ChoiceFigures:
     if not runner.selection.layers:
         return ChoiceFigures()
     index, memory = runner.selection.index, runner.device.memory
-    step_bytes = index.piece_bytes(runner.shapes) + memory.sign_bytes
+    step_bytes = index.piece_bytes(runner.shapes)
     step_bytes += index.read_bytes(runner.shapes, runner.heads, memory.code_bytes)
     return ChoiceFigures(
         tokens=runner.selection.tokens,
