@@ -12,8 +12,11 @@ import mlx.core as mx
 
 from penstock.attention import span_attention
 from penstock.attention.attention_backend import AttentionBackend
+from penstock.attention.attention_plan import DecodeRow
 from penstock.attention.joined_reads import join_parts
 from penstock.attention.reads import DecodeReads, Reads
+from penstock.attention.selection.chunk_choice import ChunkChoice
+from penstock.attention.selection.selection import READ_ALL, Selection
 from penstock.attention.span_attention import LOG2_E, AttentionWindow
 from penstock.attention.streamed_reads import attend_streamed
 from penstock.kv import columns as col
@@ -40,6 +43,7 @@ class ChunkReads(Reads):
         most_joined: int = span_attention.ALL_TOKENS,
         plans: dict[Hashable, Any] | None = None,
         dtype: mx.Dtype | None = None,
+        selection: Selection = READ_ALL,
     ) -> None:
         """Initialize the cache of a layer.
 
@@ -50,6 +54,7 @@ class ChunkReads(Reads):
                 by default any number.
             plans: what compiled attention shares among the layers of the chunk.
             dtype: that of the keys and values that are kept; None for the model's own.
+            selection: choice of the tokens before the chunk that it reads.
         """
         super().__init__(layer, attention_window)
         self.device = device
@@ -58,6 +63,10 @@ class ChunkReads(Reads):
         self.most_joined = most_joined
         self.plans = {} if plans is None else plans
         self.dtype = dtype
+        self.choice: ChunkChoice | None = None
+        if selection.layers:
+            row = DecodeRow(tuple(parts), position, 0, 0)
+            self.choice = self.plans.setdefault(ChunkChoice, ChunkChoice(selection, row))
         self.offset: int = position
         self.values: mx.array | None = None
         self.squares: Squares | None = None
@@ -87,6 +96,9 @@ class ChunkReads(Reads):
         if self.squares is not None:
             self.squares.add(keys, queries)
         assert self.keys is not None and self.values is not None
+        if self.choice is not None and self.chooses(attention_window, self.keys.shape[2]):
+            new = self.keys, self.values
+            return self.choice.attend(self.device, self.layer, queries, new, scale, sinks)
         if self.streams(attention_window, self.keys.shape[2]):
             new = self.keys, self.values
             queries_base_2 = span_attention.in_base_2(queries, scale)
@@ -105,6 +117,11 @@ class ChunkReads(Reads):
             sinks=sinks,
             eager=not self.last,
         )
+
+    def chooses(self, attention_window: AttentionWindow, tokens: int) -> bool:
+        """Return whether the queries of a chunk of `tokens` tokens select what they read."""
+        choice = self.choice
+        return choice is not None and choice.applies(self.layer, attention_window, tokens)
 
     def streams(self, attention_window: AttentionWindow, tokens: int) -> bool:
         """Return whether too many tokens are before a chunk of `tokens` to join them with it."""

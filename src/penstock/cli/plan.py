@@ -139,7 +139,9 @@ def plan(
     kv_bits: KVBits = None,
     choice: Annotated[
         dict[str, Any],
-        Fields(config.EngineSettings, "attend_tokens", "attend_rest", "active_kv_size"),
+        Fields(
+            config.EngineSettings, "attend_tokens", "attend_rest", "attend_prompt", "active_kv_size"
+        ),
     ],
     batch: Batch = 1,
     hosts: Hosts = 1,

@@ -136,6 +136,16 @@ class EngineSettings(Settings):
             "left out. The index takes twice the memory, and steps take slightly longer."
         ),
     ] = False
+    attend_prompt: Annotated[
+        int | None,
+        Field(ge=LEAST_ATTEND_TOKENS),
+        Setting(
+            "With --attend-tokens, also let a chunk of a prompt attend to at most this many tokens "
+            "in front of it. The end of the prompt reads all.",
+            "TOKENS",
+            unset="all are read",
+        ),
+    ] = None
     attend_full_layers: Annotated[
         tuple[int, ...],
         Setting(
@@ -298,6 +308,11 @@ class EngineSettings(Settings):
                     "attend_rest (--attend-rest) says how tokens beside attend_tokens "
                     "(--attend-tokens) are read, which is not set; set both or neither"
                 )
+            if self.attend_prompt is not None:
+                raise ValueError(
+                    "attend_prompt (--attend-prompt) needs the index of attend_tokens "
+                    "(--attend-tokens), which is not set; set both or neither"
+                )
             if self.attend_full_layers:
                 raise ValueError(
                     "attend_full_layers (--attend-full-layers) says which layers read more than "
@@ -315,6 +330,11 @@ class EngineSettings(Settings):
             raise ValueError(
                 f"{name}: set attend_tokens (--attend-tokens) to at most as many; a step that "
                 "reads all tokens would read all of them from the cold tier"
+            )
+        if self.attend_prompt is not None and self.attend_prompt > active:
+            raise ValueError(
+                f"{name}: set attend_prompt (--attend-prompt) {self.attend_prompt} to at most as "
+                "many; a chunk's blocks of the cold tier take the same room as a step's"
             )
         if not self.cold_tiers:
             raise ValueError(

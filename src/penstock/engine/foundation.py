@@ -9,7 +9,7 @@ from penstock.attention import devices
 from penstock.config import EngineSettings
 from penstock.engine.calibration import Calibration
 from penstock.engine.fixed_memory import reserve_fixed
-from penstock.engine.model.choosing import selection
+from penstock.engine.model.choosing import of_prompts, selection
 from penstock.engine.model.model_probe import probe_bytes, weight_bytes
 from penstock.engine.model.runner import Runner
 from penstock.engine.ranks.process_group import ProcessGroup
@@ -71,6 +71,7 @@ def lay_foundation(
     group.check_equal("what the layers of a part keep of a token", runner.keeps)
     limits = fitting(limits, runner, room, ranks=group.size)
     runner.selection = selection(runner, limits, compiled=not kernels_off(limits))
+    runner.prompt_selection = of_prompts(runner.selection, limits)
     if limits.active_kv_size is not None:
         runner.most_joined = limits.active_kv_size
     kernels = extension("kernels")
@@ -79,6 +80,7 @@ def lay_foundation(
     fixed, tails, estimator = reserve_fixed(reserved, ledger, limits, runner, group)
     calibration = Calibration(runner, estimator, limits, ledger)
     runner.selection = calibration.centered(runner.selection)
+    runner.prompt_selection = of_prompts(runner.selection, limits)
     tables = runner.selection.index.table_bytes(limits.max_kv_size + limits.step_tokens)
     fixed.step.resize(fixed.step.nbytes + group.maximum(tables))
     return Foundation(

@@ -207,7 +207,8 @@ def identity(
     if limits.attend_tokens is not None:
         # What a token is computed from is part of its keys and values.
         rest = ":rest" if limits.attend_rest else ""
-        settings["attend"] = f"{limits.attend_tokens}:{limits.attend_full_layers}{rest}"
+        prompt = f":{limits.attend_prompt}" if limits.attend_prompt else ""
+        settings["attend"] = f"{limits.attend_tokens}:{limits.attend_full_layers}{rest}{prompt}"
     rule = QuantizationRule.of(
         limits.kv_cache_quantization,
         block_size=limits.block_size,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -23,7 +24,7 @@ from penstock.attention.selection.block_gather import BlockTokens, block_positio
 from penstock.attention.selection.choice_blocks import FIRST_BLOCKS
 from penstock.attention.selection.selection import Selection
 from penstock.attention.selection.spilled_reads import has_spilled, loaded
-from penstock.attention.span_attention import LOG2_E, Partial
+from penstock.attention.span_attention import LOG2_E, AttentionWindow, Partial
 from penstock.kv.numpy_arrays import Integers
 from penstock.kv.tails import Tails
 
@@ -63,6 +64,44 @@ class Asked:
     @property
     def kv_heads(self) -> int:
         return int(self.tail[0].shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReads:
+    """Queries in a row of a prompt's chunk, which share a choice in one layer."""
+
+    row: DecodeRow
+    """The sequence in front of the chunk."""
+    layer: int
+    queries: mx.array
+    """Queries of the model, (1, heads, n, dim)."""
+    asking: mx.array
+    """Those that the choice is made for, by KV head, (kv_heads, m, dim), float32."""
+    new: tuple[mx.array, mx.array]
+    """Keys and values of the chunk up to the last query, (1, kv_heads, tokens, dim) each."""
+    scale: float
+    """Scale of the model's scores."""
+    sinks: mx.array | None
+    """Attention sinks of the model, (heads,)."""
+
+
+class ChunkAttention(Protocol):
+    """Attention of a chunk to joined keys; see `AttentionBackend.prefill`."""
+
+    def prefill(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        columns: mx.array | None,
+        start: int,
+        scale: float,
+        attention_window: AttentionWindow,
+        sinks: mx.array | None = None,
+        eager: bool = False,
+    ) -> mx.array:
+        """Attend to the keys of earlier tokens and to a chunk's own."""
 
 
 class ChoiceReader:
@@ -105,6 +144,29 @@ class ChoiceReader:
                 for query, of_row, chosen in zip(asked, queries, blocks, strict=True)
             ]
         return self.attend(asked, blocks, rest, memory)
+
+    def read_group(self, group: GroupReads, device: ChunkAttention, memory: StepMemory) -> mx.array:
+        """Select and attend for queries of a chunk: (1, heads, n, dim) -> (1, heads, n, dim)."""
+        rows, layer = [group.row], group.layer
+        (blocks,) = block_choice.best_blocks(
+            self.selection, rows, group.asking[None], group.scale, layer, self.ops, memory.tables
+        )
+        if has_spilled(group.row, layer):
+            chosen = [np.asarray(blocks).astype(np.int64) + FIRST_BLOCKS]
+            rows = loaded(self.selection, rows, chosen, layer)
+        read = self._tokens(group.row, blocks, memory)
+        keys, values = selected_kv(self.selection, rows[0], read, layer, group.new, self.ops)
+        return device.prefill(
+            group.queries,
+            keys,
+            values,
+            columns=None,
+            start=keys.shape[2] - group.queries.shape[2],
+            scale=group.scale,
+            attention_window=AttentionWindow(),
+            sinks=group.sinks,
+            eager=True,
+        )
 
     def _rest(
         self, asked: Asked, scaled: mx.array, blocks: mx.array, memory: StepMemory

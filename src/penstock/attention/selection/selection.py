@@ -47,6 +47,8 @@ class Selection:
     """Key index; its layers use selective attention."""
     compiled: bool = True
     """Whether to use compiled loops for selection and reading, where available."""
+    recent: int = 0
+    """Minimum number of recent tokens, if it is more than `RECENT_SHARE` gives."""
 
     @property
     def layers(self) -> frozenset[int]:
@@ -54,7 +56,7 @@ class Selection:
 
     def recent_start(self, position: int) -> int:
         """Return the position of the first recent token for a query at `position`."""
-        recent = max(LEAST_RECENT_TOKENS, self.tokens // RECENT_SHARE)
+        recent = max(LEAST_RECENT_TOKENS, self.tokens // RECENT_SHARE, self.recent)
         return max(0, position + 1 - recent) // BLOCK_TOKENS * BLOCK_TOKENS
 
     def blocks(self, position: int) -> int:

@@ -105,7 +105,7 @@ def _chunk_tokens(limits: EngineSettings, token_seconds: float) -> int:
 
 def _plain(limits: EngineSettings) -> EngineSettings:
     """Return the settings of the draft: no quantization, no token selection, no spilling."""
-    without = ("kv_cache_quantization", "attend_tokens", "active_kv_size")
+    without = ("kv_cache_quantization", "attend_tokens", "attend_prompt", "active_kv_size")
     return limits.model_copy(update=dict.fromkeys(without))
 
 

@@ -1,6 +1,8 @@
-"""Setup of token selection in decode steps, done once when an engine starts."""
+"""Setup of token selection in decode steps and prompts, done once when an engine starts."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from penstock.attention.selection.key_index import KeyIndex
 from penstock.attention.selection.selection import READ_ALL, Selection
@@ -14,7 +16,16 @@ def selection(runner: Runner, limits: EngineSettings, *, compiled: bool) -> Sele
         return READ_ALL
     layers = runner.selectable_layers - set(limits.attend_full_layers)
     index = KeyIndex(layers, limits.attend_rest)
-    chosen = Selection(limits.attend_tokens, index, compiled)
+    chosen = Selection(limits.attend_tokens, index, compiled=compiled)
     for sizes in {(runner.shapes[n].key_dim, runner.shapes[n].value_dim) for n in index.layers}:
         runner.device.choice_reader(chosen, *sizes).prepare()
     return chosen
+
+
+def of_prompts(chosen: Selection, limits: EngineSettings) -> Selection:
+    """Return the selection of a prompt's chunks; `READ_ALL` without `attend_prompt`."""
+    if limits.attend_prompt is None:
+        return READ_ALL
+    # A chunk's own tokens have no index yet: as many are read whole in front of each group.
+    near = limits.step_tokens
+    return replace(chosen, tokens=limits.attend_prompt + near, recent=near)

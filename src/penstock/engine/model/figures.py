@@ -23,6 +23,10 @@ class ChoiceFigures:
     selected."""
     score_token_bytes: int = 0
     """Maximum bytes per token of a sequence while a layer's index is scored."""
+    prompt_tokens: int = ALL_TOKENS
+    """Number of tokens in front of a prompt's chunk that its queries attend to."""
+    prompt_score_token_bytes: int = 0
+    """Maximum bytes per token of a sequence while a chunk's queries score a layer's index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

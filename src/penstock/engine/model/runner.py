@@ -120,6 +120,8 @@ class Runner:
         self.state_form = NO_STATES
         self.ways: AttentionWays = PlainOperations()
         self.selection = READ_ALL
+        self.prompt_selection = READ_ALL
+        """Tokens that the queries of a prompt's chunks read."""
         """Choice of the tokens that decode steps read of long sequences; None to read all."""
         self.most_joined = ALL_TOKENS
         """Maximum number of tokens joined at once during prefill; more are read piece by piece."""
@@ -282,7 +284,7 @@ class Runner:
         Layers that keep another dtype than they compute are packed, and computed in one job: its
         memory follows from the tokens of a pass. In MLX's operations both parts would be alive.
         """
-        is_whole = self.ranks == 1 and not self._passes_on
+        is_whole = self.ranks == 1 and not self._passes_on and not self.prompt_selection.layers
         return self.kv_dtype is not None and self._spans is None and is_whole
 
     def mixed(
@@ -331,10 +333,17 @@ class Runner:
         position: int,
         recurrent_state: RecurrentState | None = None,
         arguments: Mapping[str, Any] = NO_ARGUMENTS,
+        *,
+        choose: bool = False,
     ) -> PrefillOutput:
-        """Prefill tokens of one sequence; `arguments` are further ones of the model."""
-        way = self.fitness.way
-        return self.chunk(tokens, parts, position, recurrent_state, way, arguments=arguments)
+        """Prefill tokens of one sequence.
+
+        Args:
+            arguments: further arguments of the model.
+            choose: whether they may read a part of the tokens before them.
+        """
+        where = tokens, parts, position, recurrent_state, self.fitness.way
+        return self.chunk(*where, arguments=arguments, choose=choose)
 
     def read(
         self,
@@ -394,9 +403,10 @@ class Runner:
         squares: Sequence[Squares] = (),
         *,
         arguments: Mapping[str, Any] = NO_ARGUMENTS,
+        choose: bool = False,
     ) -> PrefillOutput:
         """Prefill tokens of one sequence on an attention path; `prefill` uses the tested one."""
-        reads = self._chunk_reads(parts, position, way)
+        reads = self._chunk_reads(parts, position, way, choose=choose)
         for cache, into in zip(reads, squares, strict=bool(squares)):
             assert isinstance(cache, ChunkReads)
             cache.squares = into
@@ -407,7 +417,13 @@ class Runner:
         return self._left(reads, kept, len(tokens), position)
 
     def _chunk_reads(
-        self, parts: Sequence[KVSpan], position: int, way: Way, *, read_whole: bool = False
+        self,
+        parts: Sequence[KVSpan],
+        position: int,
+        way: Way,
+        *,
+        read_whole: bool = False,
+        choose: bool = False,
     ) -> Sequence[ChunkReads | JoinedReads | RowReads]:
         """Return one reader per layer; `read_whole` if all logits are needed."""
         if way == "joined":
@@ -427,6 +443,7 @@ class Runner:
                 most_joined=self.most_joined,
                 plans=plans,
                 dtype=self.kv_dtype,
+                selection=self.prompt_selection if choose else READ_ALL,
             )
             for layer, window in enumerate(self.attention_windows)
         ]

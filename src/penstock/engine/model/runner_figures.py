@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
+
+from penstock.attention.selection.choice_blocks import ASKING, BLOCK_TOKENS
 from penstock.engine.model.figures import ChoiceFigures, ModelFigures
 from penstock.engine.model.runner import Runner
 
@@ -29,12 +32,16 @@ def _choice(runner: Runner) -> ChoiceFigures:
     index, memory = runner.selection.index, runner.device.memory
     step_bytes = index.piece_bytes(runner.shapes)
     step_bytes += index.read_bytes(runner.shapes, runner.heads, memory.code_bytes)
+    score_bytes = max(_score_bytes(runner, layer) for layer in index.layers)
+    blocks = 2 * mx.float32.size * runner.heads // BLOCK_TOKENS  # their scores, in two halves
     return ChoiceFigures(
         tokens=runner.selection.tokens,
         layers=index.layers,
         index_token_bytes=runner.index_token_bytes,
         step_bytes=step_bytes,
-        score_token_bytes=max(_score_bytes(runner, layer) for layer in index.layers),
+        score_token_bytes=score_bytes,
+        prompt_tokens=runner.prompt_selection.tokens,
+        prompt_score_token_bytes=len(ASKING) * (score_bytes + blocks + 1),
     )
 
 

@@ -39,6 +39,10 @@ from penstock.engine.schedule.sequence import Sequence
 from penstock.errors import PenstockError, StepFailed
 from penstock.kv.states import RecurrentState
 
+WHOLE_TOKENS = 512
+"""Least number of tokens at the end of a prompt, where its question is, that read all in front of
+them, with `attend_prompt`."""
+
 
 @dataclass(frozen=True, slots=True)
 class DecodePass:
@@ -280,10 +284,19 @@ class ModelExecutor:
             return [sequence.whole_stop]
         end = start + tokens
         if not self._runner.is_recurrent:
-            return [end]
+            whole = self._whole_from(sequence)
+            return [whole, end] if start < whole < end else [end]
         # Ends of its last whole block, and of the cached path at admission.
         boundaries = {sequence.kv.last_boundary, sequence.kv.matched_tokens}
+        boundaries.add(self._whole_from(sequence))
         return [*sorted(stop for stop in boundaries if start < stop < end), end]
+
+    def _whole_from(self, sequence: Sequence) -> int:
+        """Return the first position of a prompt's end, which reads all; 0 if all of it does."""
+        if not self._runner.prompt_selection.layers:
+            return 0
+        size = self._stores.block_size
+        return max(0, len(sequence.tokens) - WHOLE_TOKENS) // size * size
 
     def _read(self, sequence: Sequence, count: int, *, captures: bool) -> PrefillPass:
         start, state = sequence.position, sequence.kv.recurrent_state
@@ -311,7 +324,9 @@ class ModelExecutor:
         end = start + len(tokens)
         if logprobs is None or end <= logprobs.read_positions:
             arguments = sequence.inputs.arguments(tokens, start)
-            return self._runner.prefill(tokens, spans, start, state, arguments), None
+            choose = end <= self._whole_from(sequence)
+            output = self._runner.prefill(tokens, spans, start, state, arguments, choose=choose)
+            return output, None
         logits, chunk = self._runner.read(tokens, spans, start, state)
         return chunk, score(logits, logprobs.targets(start, end), logprobs.top)
 

@@ -202,7 +202,7 @@ class MemoryEstimator:
             pieces = piece_bytes(self._figures.shapes, self._memory.lanes)
             layer += whole if self._figures.joined else pieces
             layer = max(layer, self._memory.code_bytes(numbers * seen))  # while it decodes
-        return layer + beyond * self._chunk_score_bytes
+        return layer + beyond * self._chunk_score_bytes + self._prompt_choice_bytes(tokens)
 
     def run_bytes(self, tokens: int) -> int:
         """Return the bytes of prefilling a run of `tokens` tokens in chunks."""
@@ -256,19 +256,30 @@ class MemoryEstimator:
 
     def _choice_bytes(self, tokens: int) -> int:
         """Return the maximum bytes of the copies that a token's selection takes in one layer."""
-        choice, shapes = self._figures.choice, self._figures.shapes
+        choice = self._figures.choice
         if tokens <= choice.tokens:
             return 0
-        copies = CHOICE_COPIES * choice.tokens * self._figures.layer_bytes
-        copies += choice.score_token_bytes * tokens
+        return self._copy_bytes(choice.tokens) + choice.score_token_bytes * tokens
+
+    def _prompt_choice_bytes(self, tokens: int) -> int:
+        """Return the maximum bytes that a choice of a prompt's chunk takes in one layer."""
+        choice = self._figures.choice
+        if tokens <= choice.prompt_tokens:
+            return 0
+        return self._copy_bytes(choice.prompt_tokens) + choice.prompt_score_token_bytes * tokens
+
+    def _copy_bytes(self, chosen: int) -> int:
+        """Return the maximum bytes of the copies of `chosen` tokens of one layer."""
+        shapes = self._figures.shapes
+        copies = CHOICE_COPIES * chosen * self._figures.layer_bytes
         if self._coded:
             numbers = max(s.kv_heads * (s.key_dim + s.value_dim) for s in shapes)
             # Codes that are encoded together are dequantized together.
-            copies += CHOICE_COPIES * CODE_SPANS * choice.tokens * mx.float32.size * numbers
+            copies += CHOICE_COPIES * CODE_SPANS * chosen * mx.float32.size * numbers
         if self._limits.active_kv_size is not None:
             heads = max(2 * shape.kv_heads for shape in shapes)
-            copies += SPILLED_COPIES * choice.tokens * self._figures.layer_bytes
-            copies += heads * choice.tokens // BLOCK_TOKENS * ENTRY_BYTES
+            copies += SPILLED_COPIES * chosen * self._figures.layer_bytes
+            copies += heads * chosen // BLOCK_TOKENS * ENTRY_BYTES
         return copies
 
     def _seen(self, tokens: int) -> int:

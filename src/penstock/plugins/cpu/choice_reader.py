@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
+from penstock.attention import span_attention
 from penstock.attention.attention_memory import DeviceFacts
+from penstock.attention.attention_plan import DecodeRow
 from penstock.attention.ops import AttentionOps
 from penstock.attention.selection import rest_reads
 from penstock.attention.selection.choice_blocks import BLOCK_TOKENS, FIRST_BLOCKS
 from penstock.attention.selection.rest_reads import Rest, Sinks, squares_of
-from penstock.attention.selection.selected_reads import Asked, ChoiceReader, StepMemory
+from penstock.attention.selection.selected_reads import (
+    Asked,
+    ChoiceReader,
+    ChunkAttention,
+    GroupReads,
+    StepMemory,
+)
 from penstock.attention.selection.selection import Selection, halves
 from penstock.attention.selection.spilled_reads import Located, held_for
-from penstock.attention.span_attention import Partial
+from penstock.attention.span_attention import LOG2_E, Partial
 from penstock.kv.codecs.coded import Coded
 from penstock.kv.codecs.spilled import Spilled
 from penstock.kv.columns import Side
 from penstock.kv.numpy_arrays import Floats, Integers
+from penstock.plugins.cpu import cpu_rows
 from penstock.plugins.cpu.center_loops import center_loop
 from penstock.plugins.cpu.choice_loops import (
     ChoiceLoops,
@@ -82,6 +92,41 @@ class LoopReader(ChoiceReader):
                 memory,
             )
         return outputs
+
+    def read_group(self, group: GroupReads, device: ChunkAttention, memory: StepMemory) -> mx.array:
+        """See `ChoiceReader`; the chunk's own tokens are a term of the softmax beside the loops."""
+        row, layer, kv_heads = group.row, group.layer, group.new[0].shape[1]
+        asked = Asked(row, 0, group.queries, group.scale, layer, group.new, group.sinks)
+        whole, units = self.selection.index.whole_queries(group.asking, group.scale)
+        asking = group.asking * group.scale
+        stacked = span_attention.grouped(group.queries, kv_heads).astype(mx.float32) * group.scale
+        mx.eval(whole, units, asking, stacked, group.new)
+        host = _HostQuery.of(asked, *map(np.asarray, (asking, whole, units)))
+        if not host.is_readable:
+            return super().read_group(group, device, memory)
+        spans, queries = _spans_before(row, layer, memory), np.asarray(stacked)
+        parts = halves(kv_heads)
+
+        def choose(heads: slice) -> _ChosenBlocks:
+            query = _IndexQuery.of(self.selection, host, spans, heads)
+            new = [side[heads].astype(np.float32, copy=False) for side in host.tail]
+            own = _own_tokens(queries[heads], new, group.queries.shape[2])
+            sinks = None if host.sinks is None else host.sinks[heads]
+            if sinks is not None:
+                sinks = np.repeat(sinks, queries.shape[1] // sinks.shape[1], axis=1)
+            return _ChosenBlocks(query, self._choose(query), own.sinks(sinks))
+
+        choices = self.ops.divide(choose, parts)
+        located = [choice.located(self.loops) for choice in choices] if spans.is_spilled else []
+        with held_for([row], located, layer) if located else nullcontext([None] * 2) as there:
+            pairs = list(zip(choices, parts, there, strict=False))
+            read = self.ops.divide(
+                lambda pair: pair[0].read(self.loops, pair[2], queries[pair[1]]), pairs
+            )
+        mixed = mx.array(np.concatenate(read))
+        return span_attention.ungrouped(mixed, 1, group.queries.shape[1]).astype(
+            group.queries.dtype
+        )
 
     def _read(
         self, asked: Sequence[_HostQuery], memory: StepMemory
@@ -215,6 +260,32 @@ def _table(query: _HostQuery, memory: StepMemory) -> SpanTable:
     return SpanTable(starts, sides)
 
 
+def _spans_before(row: DecodeRow, layer: int, memory: StepMemory) -> SpanTable:
+    """Return the locations of one layer of a row's parts."""
+    if 0 not in memory.spans:
+        ends = [*(part.start for part in row.parts), row.position - row.tail]
+        sides = [part.segment.derived(segment_addresses) for part in row.parts]
+        memory.spans[0] = np.array(ends, np.int64), np.stack(sides, axis=1)
+    starts, layers = memory.spans[0]
+    return SpanTable(starts, layers[layer])
+
+
+def _own_tokens(queries: Floats, new: Sequence[Floats], n: int) -> Rest:
+    """Attend to the tokens of a chunk itself, of which the last `n` are the queries'.
+
+    Args:
+        queries: (kv_heads, r*n, dim), scaled so that e^score is a weight.
+        new: keys and values, (kv_heads, tokens, dim) each.
+    """
+    keys, values = new
+    tokens = keys.shape[1]
+    seen = np.arange(tokens) <= np.arange(tokens - n, tokens)[:, None]
+    masks = np.tile(seen, (queries.shape[1] // n, 1))
+    own = cpu_rows.sums(queries * np.float32(LOG2_E), [(keys, values)], masks)
+    sums = (own.top + np.log2(own.total)) / np.float32(LOG2_E)
+    return Rest(sums[..., 0], own.mixed / own.total)
+
+
 @dataclass(frozen=True, slots=True)
 class _IndexQuery:
     """Queries of some KV heads of a row, ready to score the key index."""
@@ -260,9 +331,16 @@ class _ChosenBlocks:
         query = self.query
         return loops.locate(query.spans, self.blocks, query.stop, query.heads.start)
 
-    def read(self, loops: ChoiceLoops, spilled: Integers | None = None) -> Floats:
-        """Attend, (kv_heads, m, value_dim); see `ChoiceLoops.attend`."""
+    def read(
+        self, loops: ChoiceLoops, spilled: Integers | None = None, queries: Floats | None = None
+    ) -> Floats:
+        """Attend, (kv_heads, m, value_dim); see `ChoiceLoops.attend`.
+
+        Args:
+            queries: queries that share the choice; by default those that it was made for.
+        """
         query = self.query
-        queries = query.asked.queries[query.heads]
+        if queries is None:
+            queries = query.asked.queries[query.heads]
         where = query.spans, self.blocks, query.stop, self.sinks
         return loops.attend(queries, *where, query.heads.start, spilled, query.asked.nbytes)

@@ -151,7 +151,7 @@ def chunk_plan(reads: ChunkReads, tokens: int, window: AttentionWindow) -> Order
 
     None if the layer is not read in order, or the chunk is read for calibration.
     """
-    if reads.squares is not None:
+    if reads.squares is not None or reads.chooses(window, tokens):
         return None
     if chunk_plan not in reads.plans:
         nbytes = (reads.dtype or mx.float32).size
