@@ -46,6 +46,7 @@ LEFT_OUT = {
     "restore": "times the disk",
     "remember": "counts right answers, and times nothing",
     "store": "compares with vllm-mlx, where that is installed",
+    "million": "takes longer than all others together",
     "weights": "needs a real model",
     "agents": "shows agents at work, and times nothing",
     "verify": "compares answers, and times nothing",

@@ -313,3 +313,34 @@ def attend(
     with progress_bar("stepping") as notify:
         measured = measure(load, notify)
     finish(measured, as_json=as_json, save=save)
+
+
+def million(
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Length of the dialogue at which steps are timed; may be given several times.",
+            metavar="TOKENS",
+            show_default="32000, 128000, 512000 and 1000000",
+            min=2_000,
+        ),
+    ] = None,
+    memory_limit: Annotated[
+        str, typer.Option(help="Memory limit of the engine.", metavar="BYTES")
+    ] = "4GB",
+    as_json: options.Json = False,
+    save: Save = None,
+) -> None:
+    """Read a dialogue of a million tokens within a memory limit, and time steps behind it.
+
+    The embedded model reads in part, also prompts, and leaves most keys and values on a disk. At
+    the end it is asked for facts of the beginning. Exits with 1 if a goal is not met.
+    """
+    from penstock_bench.million import MillionLoad, measure
+
+    load = MillionLoad(memory_limit=memory_limit)
+    if tokens:
+        load = replace(load, lengths=tuple(sorted(tokens)))
+    with progress_bar("reading") as notify:
+        measured = measure(load, notify)
+    finish(measured, as_json=as_json, save=save)

@@ -1,0 +1,201 @@
+"""`penstock bench million`: one dialogue of a million tokens in a bounded engine, with a cold tier.
+
+The embedded model reads a dialogue whose first part tells facts, in an engine that attends to parts
+and leaves most keys and values on a disk. Decode steps are timed at several lengths, and at the end
+it is asked for the facts. Its memory is planned before, and looked at in every step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from penstock.engine.core import Core
+from penstock.engine.request import Request
+from penstock.engine.retention.spilling import Spilling
+from penstock.memory.sizes import format_bytes, parse_bytes
+from penstock.models.loading import load
+from penstock.models.mlx_lm import render
+from penstock.models.template_renderer import TemplateRenderer
+from penstock.plurals import counted
+from penstock.recall import MODEL_PATH
+from penstock_bench.recall import dialogue
+from penstock_bench.report import Line, Notify, Report
+from penstock_bench.window_recall import ANSWER_TOKENS
+
+CLAIM = "A million tokens fit into a bound, and a step behind them takes as long as behind few"
+MOST_GROWTH = 1.5
+"""Goal: a step at the last length over one at the first from `FLAT_FROM` on."""
+FLAT_FROM = 128_000
+WARM_STEPS = 10
+DIALOGUE_SPARE = 100
+"""A dialogue ends less than 48 tokens below its length."""
+FACTS_UNTIL = 0.02
+"""Share of the dialogue in which the facts are told."""
+
+
+@dataclass(frozen=True, slots=True)
+class MillionLoad:
+    """Lengths of the dialogue, and the engine's settings."""
+
+    lengths: tuple[int, ...] = (32_000, 128_000, 512_000, 1_000_000)
+    attend_tokens: int = 1_024
+    attend_prompt: int = 512
+    active_kv_size: int = 2_048
+    memory_limit: str = "4GB"
+    prefill_chunk: int = 1_024
+    facts: int = 12
+    steps: int = 60
+
+
+@dataclass(slots=True)
+class Watch:
+    """Steps an engine, and keeps the most bytes of its account."""
+
+    core: Core
+    most_bytes: int = 0
+
+    def step(self) -> bool:
+        stepped = self.core.step()
+        self.most_bytes = max(self.most_bytes, self.core.ledger.used_bytes)
+        return stepped
+
+    def until(self, generated: int) -> None:
+        while self.core.counters.generated_tokens < generated:
+            if not self.step():
+                raise AssertionError("the engine has nothing to do")
+
+
+def measure(load_: MillionLoad, notify: Notify = lambda *_: None) -> Report:
+    """Read the dialogue, time the steps, and ask for the facts."""
+    model, tokenizer = load(MODEL_PATH)
+    longest = max(load_.lengths)
+    talk = dialogue(7, tokens=longest + DIALOGUE_SPARE, facts=load_.facts, place=(0.0, FACTS_UNTIL))
+    with TemplateRenderer() as renderer:
+        asked = [talk.ask(question) for question in talk.questions]
+        first = tuple(render(tokenizer, asked[0], renderer=renderer))
+        ends = [render(tokenizer, [messages[-1]], renderer=renderer)[1:] for messages in asked]
+    tokens = first[: len(first) - len(ends[0])]
+    with TemporaryDirectory() as folder:
+        core = Core(
+            model,
+            tokenizer,
+            max_kv_size=longest + 4 * load_.prefill_chunk,
+            max_batch_size=1,
+            max_stall_ms=0,
+            ssd_cache_dir=Path(folder),
+            attend_tokens=load_.attend_tokens,
+            attend_prompt=load_.attend_prompt,
+            active_kv_size=load_.active_kv_size,
+            memory_limit=load_.memory_limit,
+            prefill_chunk=load_.prefill_chunk,
+        )
+        watch = Watch(core)
+        try:
+            sums = core.view.sequence_bytes(longest)
+            planned = core.budget.fixed_bytes + sums.per_sequence + sums.shared
+            rows = [_at(watch, tokens[:length], load_, notify) for length in load_.lengths]
+            known = []
+            for number, (end, question) in enumerate(zip(ends, talk.questions, strict=True)):
+                notify("asking", number, len(ends))
+                known.append(_answer(watch, tokenizer, (*tokens, *end)) == question.answer)
+            spilling = core.stores.of(Spilling)
+            lost = 0 if spilling is None else spilling.blocks.counts.lost_blocks
+        finally:
+            core.close()
+    return report(load_, rows, known, planned, watch.most_bytes, lost)
+
+
+def _at(watch: Watch, tokens: Sequence[int], load_: MillionLoad, notify: Notify) -> dict[str, Any]:
+    """Read a prompt whose beginning is known, and time steps behind it."""
+    core, started = watch.core, time.perf_counter()
+    before = core.counters.generated_tokens
+    notify(counted(len(tokens), "token"), len(tokens), max(load_.lengths))
+    steps = WARM_STEPS + load_.steps
+    request = Request(prompt=tuple(tokens), max_tokens=steps + 1, ignore_eos=True)
+    handle = core.submit(request)
+    watch.until(before + 1)
+    first_seconds = time.perf_counter() - started
+    watch.until(before + WARM_STEPS)
+    step_ms = []
+    for _ in range(load_.steps):
+        started = time.perf_counter()
+        watch.step()
+        step_ms.append(1e3 * (time.perf_counter() - started))
+    handle.cancel()
+    while watch.step():
+        pass
+    return {
+        "tokens": len(tokens),
+        "first_token_seconds": first_seconds,
+        "step_ms": step_ms,
+        "used_bytes": core.ledger.used_bytes,
+    }
+
+
+def _answer(watch: Watch, tokenizer: Any, prompt: tuple[int, ...]) -> str:
+    handle = watch.core.submit(Request(prompt=prompt, max_tokens=ANSWER_TOKENS))
+    while watch.step():
+        pass
+    written = handle.result(0.0)[0].tokens
+    said = [token for token in written if token not in tokenizer.eos_token_ids]
+    return str(tokenizer.decode(said)).strip()
+
+
+def report(
+    load_: MillionLoad,
+    rows: Sequence[dict[str, Any]],
+    known: Sequence[bool],
+    planned: int,
+    most: int,
+    lost: int,
+) -> Report:
+    """Compare the medians with those of the first long length, and the bytes with the limit."""
+    limit = parse_bytes(load_.memory_limit)
+    step_ms = {row["tokens"]: statistics.median(row["step_ms"]) for row in rows}
+    least = {row["tokens"]: min(row["step_ms"]) for row in rows}
+    lines = [
+        Line(f"{counted(tokens, 'token')}: a step", f"{ms:.1f} ms", "")
+        for tokens, ms in step_ms.items()
+    ]
+    long = [ms for tokens, ms in step_ms.items() if tokens >= FLAT_FROM]
+    growth = long[-1] / long[0] if long else None
+    flat = growth is None or growth <= MOST_GROWTH
+    if growth is not None:
+        goal = f"<= {MOST_GROWTH:g}x"
+        lines.append(Line("the last over the first long one", f"{growth:.2f}x", "", goal, flat))
+    inside = max(most, planned) <= limit
+    within = f"<= {format_bytes(limit)}"
+    lines.append(
+        Line("memory, planned before", format_bytes(planned), "", within, planned <= limit)
+    )
+    lines.append(Line("memory, at most", format_bytes(most), "", within, most <= limit))
+    share = f"{sum(known)} of {len(known)}"
+    lines.append(Line("facts of the beginning known", share, "", "all", all(known)))
+    return Report(
+        name="million",
+        claim=CLAIM,
+        rival="",
+        penstock={
+            "step_ms": step_ms,
+            "least_step_ms": least,
+            "first_token_seconds": {row["tokens"]: row["first_token_seconds"] for row in rows},
+            "planned_bytes": planned,
+            "most_bytes": most,
+            "known": sum(known),
+            "asked": len(known),
+            "lost_blocks": lost,
+        },
+        rival_figures={},
+        ratio={"growth": growth},
+        goal={"growth": MOST_GROWTH, "limit_bytes": limit, "known": len(known)},
+        met=flat and inside and all(known),
+        lines=lines,
+        raw={"load": asdict(load_), "rows": list(rows), "known": list(known)},
+        dtype="float32",
+    )
