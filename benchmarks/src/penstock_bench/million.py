@@ -54,7 +54,7 @@ class MillionLoad:
 
 
 @dataclass(slots=True)
-class Watch:
+class HeldWatch:
     """Steps an engine, and keeps the most bytes of its account."""
 
     core: Core
@@ -95,7 +95,7 @@ def measure(load_: MillionLoad, notify: Notify = lambda *_: None) -> Report:
             memory_limit=load_.memory_limit,
             prefill_chunk=load_.prefill_chunk,
         )
-        watch = Watch(core)
+        watch = HeldWatch(core)
         try:
             sums = core.view.sequence_bytes(longest)
             planned = core.budget.fixed_bytes + sums.per_sequence + sums.shared
@@ -111,7 +111,9 @@ def measure(load_: MillionLoad, notify: Notify = lambda *_: None) -> Report:
     return report(load_, rows, known, planned, watch.most_bytes, lost)
 
 
-def _at(watch: Watch, tokens: Sequence[int], load_: MillionLoad, notify: Notify) -> dict[str, Any]:
+def _at(
+    watch: HeldWatch, tokens: Sequence[int], load_: MillionLoad, notify: Notify
+) -> dict[str, Any]:
     """Read a prompt whose beginning is known, and time steps behind it."""
     core, started = watch.core, time.perf_counter()
     before = core.counters.generated_tokens
@@ -138,7 +140,7 @@ def _at(watch: Watch, tokens: Sequence[int], load_: MillionLoad, notify: Notify)
     }
 
 
-def _answer(watch: Watch, tokenizer: Any, prompt: tuple[int, ...]) -> str:
+def _answer(watch: HeldWatch, tokenizer: Any, prompt: tuple[int, ...]) -> str:
     handle = watch.core.submit(Request(prompt=prompt, max_tokens=ANSWER_TOKENS))
     while watch.step():
         pass

@@ -500,9 +500,9 @@ def test_scales_are_measured_across_all_positions(
     with running(model, None) as core:
         real, asked = core.runner._chunk_reads, []
 
-        def caches(parts: Any, position: int, way: Any) -> Any:
+        def caches(parts: Any, position: int, way: Any, **more: Any) -> Any:
             asked.append(position)
-            return real(parts, position, way)
+            return real(parts, position, way, **more)
 
         monkeypatch.setattr(core.runner, "_chunk_reads", caches)
         arguments["tie_word_embeddings"] = model.args.tie_word_embeddings

@@ -36,7 +36,7 @@ def _tile_loop() -> Any:
     """Compile the products of all queries of a head with a tile of the table."""
     from numba import njit
 
-    (most, some, one), (four, two, single) = QUERIES, map(center_product, QUERIES)
+    (most, fewer, one), (four, two, single) = QUERIES, map(center_product, QUERIES)
 
     @njit(nogil=True)
     def multiply(tile, factors, added, out, stride):  # type: ignore[no-untyped-def]
@@ -45,9 +45,9 @@ def _tile_loop() -> Any:
         while query + most <= queries:
             four(tile, x + 4 * rows * query, start + 4 * query, out, stride, rows)
             query, out = query + most, out + most * stride
-        if query + some <= queries:
+        if query + fewer <= queries:
             two(tile, x + 4 * rows * query, start + 4 * query, out, stride, rows)
-            query, out = query + some, out + some * stride
+            query, out = query + fewer, out + fewer * stride
         if query + one <= queries:
             single(tile, x + 4 * rows * query, start + 4 * query, out, stride, rows)
 

@@ -97,7 +97,7 @@ def _best_loop(words: int) -> Any:
     from numba import carray, njit
 
     address_of, block = pointer(), BLOCK_TOKENS
-    (most, some, one), (four, two, single) = QUERIES, (block_product(words, n) for n in QUERIES)
+    (most, fewer, one), (four, two, single) = QUERIES, (block_product(words, n) for n in QUERIES)
     query_bytes = 4 * SHIFTS * words
 
     @njit(nogil=True)
@@ -130,9 +130,9 @@ def _best_loop(words: int) -> Any:
             while query + most <= queries:
                 four(codes, sizes, x + query * query_bytes, off + 4 * query, place, stride)
                 query, place = query + most, place + most * stride
-            if query + some <= queries:
+            if query + fewer <= queries:
                 two(codes, sizes, x + query * query_bytes, off + 4 * query, place, stride)
-                query, place = query + some, place + some * stride
+                query, place = query + fewer, place + fewer * stride
             if query + one <= queries:
                 single(codes, sizes, x + query * query_bytes, off + 4 * query, place, stride)
 
