@@ -125,7 +125,7 @@ class Crowd:
         elif kind == "hasty":
             more["timeout_seconds"] = 0.002
         elif kind == "huge":
-            more |= {"max_tokens": 10_000_000, "ignore_eos": False}
+            more |= {"max_tokens": Request.ENDLESS, "ignore_eos": False}
         elif kind == "unknown":
             prompt = (*prompt, 10_000_000)
         return name, Request(prompt=prompt, **more)  # type: ignore[arg-type]

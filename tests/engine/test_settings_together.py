@@ -31,6 +31,7 @@ CHOICE = {"attend_tokens": 128}
 SETTINGS: dict[str, dict[str, Any]] = {
     "attend_tokens": CHOICE,
     "attend_rest": {**CHOICE, "attend_rest": True},
+    "attend_prompt": {**CHOICE, "attend_prompt": 128},
     "attend_full_layers": {**CHOICE, "attend_full_layers": (0,)},
     "active_kv_size": {**CHOICE, "active_kv_size": 256, "ssd_cache_dir": "cold"},
     "speculative_tokens": {"speculative_tokens": 2},
@@ -61,6 +62,7 @@ MODELS = {
 MACHINES = {"several machines": 2, "whole layers for each machine": 2}
 NEEDS = {
     "attend_rest": ["attend_tokens"],
+    "attend_prompt": ["attend_tokens"],
     "attend_full_layers": ["attend_tokens"],
     "active_kv_size": ["attend_tokens", "ssd_cache_dir"],
     "draft_model": ["speculative_tokens"],

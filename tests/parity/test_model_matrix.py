@@ -47,8 +47,10 @@ def test_check_detects_uncomputed_kv(family: str, monkeypatch: pytest.MonkeyPatc
     """Negative control: a hundredth more of the first chunk is kept than was computed."""
     real = Runner.prefill
 
-    def louder(self: Runner, tokens: Any, parts: Any, position: int, *more: Any) -> PrefillOutput:
-        chunk = real(self, tokens, parts, position, *more)
+    def louder(
+        self: Runner, tokens: Any, parts: Any, position: int, *more: Any, **named: Any
+    ) -> PrefillOutput:
+        chunk = real(self, tokens, parts, position, *more, **named)
         if position:
             return chunk
         layers = tuple((keys * 1.01, values * 1.01) for keys, values in chunk.segment.layers)

@@ -17,13 +17,13 @@ GROUPS = {
     "Answers": "max-tokens temperature top-p top-k min-p repetition-penalty seed",
     "Memory": "memory-limit memory-threshold max-kv-size keep-kv-size kv-bits max-batch-size "
     "prefill-chunk max-stall-ms speculative-tokens draft-model attend-tokens attend-rest "
-    "attend-full-layers active-kv-size kernels max-queue",
+    "attend-full-layers attend-prompt active-kv-size kernels max-queue",
     "Cache": "block-size hot-cache-only kv-cache-quantization kv-cache-min-quantize-tokens "
     "kv-cache-raw-first-tokens kv-cache-skip-layers kv-cache-quantize-when remote-cache "
     "remote-cache-ttl remote-cache-timeout",
     "Disk": "ssd-cache-dir ssd-cache-limit ssd-write-budget ssd-preload session-dir",
-    "Network": "host port url api-key keys cors-origin max-connections request-timeout "
-    "drain-timeout",
+    "Network": "host port url api-key keys cors-origin allow-remote-images max-connections "
+    "request-timeout drain-timeout",
     "Scale": "pipeline ray replicas max-replicas replica-cpus replica-gpus routing",
 }
 """Flags by help group, without dashes."""

@@ -89,7 +89,10 @@ def weight_packer() -> WeightPacker | None:
 
 def kv_dtype(model: nn.Module) -> mx.Dtype | None:
     """Return the dtype in which a model's KV is kept; None for that of its activations."""
-    packer = weight_packer() if PackedParts.of(model) is not None else None
+    modules: list[nn.Module] = model.modules()  # type: ignore[no-untyped-call]
+    if not any(hasattr(module, "packed_bytes") for module in modules):
+        return None  # without the plug-in's libraries
+    packer = weight_packer()
     return None if packer is None else packer.kv_dtype(model)
 
 

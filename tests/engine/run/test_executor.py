@@ -143,11 +143,11 @@ def test_chunk_is_retried_after_out_of_memory(
     (sequence,) = steps.sequences
     prefill, left = Runner.prefill, [times]
 
-    def short(runner: Runner, *given: Any) -> Any:
+    def short(runner: Runner, *given: Any, **more: Any) -> Any:
         if left[0]:
             left[0] -= 1
             raise MemoryError("[malloc] unable to allocate")
-        return prefill(runner, *given)
+        return prefill(runner, *given, **more)
 
     monkeypatch.setattr(Runner, "prefill", short)
     (computed,) = steps.read(sequence, 32)

@@ -331,7 +331,7 @@ def million(
     as_json: options.Json = False,
     save: Save = None,
 ) -> None:
-    """Read a dialogue of a million tokens within a memory limit, and time steps behind it.
+    """Time steps behind a million tokens, within a memory limit.
 
     The embedded model reads in part, also prompts, and leaves most keys and values on a disk. At
     the end it is asked for facts of the beginning. Exits with 1 if a goal is not met.

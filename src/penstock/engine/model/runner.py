@@ -52,7 +52,7 @@ SCALES_CHUNKS = 4
 channels."""
 SCALES_POSITIONS = 256
 """Range of calibration positions if the model's context length is unknown."""
-SCALES_CHUNK = 16
+SCALES_CHUNK = 64
 """Tokens of each of them: a scale is a power of two, of channels eight times as large."""
 NO_ARGUMENTS: Mapping[str, Any] = {}
 

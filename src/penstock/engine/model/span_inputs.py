@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from penstock.attention import devices
 from penstock.engine.request import Request
 from penstock.errors import LedgerFull, PenstockError, SettingError, StepFailed
 from penstock.ledger import Kind, Ledger, Reservation
@@ -337,7 +338,7 @@ def _timed(embed: Callable[[InputSpan], SpanEmbeddings], span: InputSpan) -> Any
 
 
 def _on_own_stream(call: Callable[..., Any], *args: Any) -> Any:
-    with mx.stream(mx.default_device()):  # the default stream of this thread
+    with mx.stream(devices.default_stream()):
         return call(*args)
 
 
