@@ -17,7 +17,6 @@ from typing import Any
 
 from penstock.engine.core import Core
 from penstock.engine.request import Request
-from penstock.engine.retention.spilling import Spilling
 from penstock.memory.sizes import format_bytes, parse_bytes
 from penstock.models.loading import load
 from penstock.models.mlx_lm import render
@@ -62,11 +61,14 @@ class HeldWatch:
 
     def step(self) -> bool:
         stepped = self.core.step()
-        self.most_bytes = max(self.most_bytes, self.core.ledger.used_bytes)
+        self.note()
         return stepped
 
+    def note(self) -> None:
+        self.most_bytes = max(self.most_bytes, self.core.view.stats().used_bytes)
+
     def until(self, generated: int) -> None:
-        while self.core.counters.generated_tokens < generated:
+        while self.core.view.stats().generated_tokens < generated:
             if not self.step():
                 raise AssertionError("the engine has nothing to do")
 
@@ -98,14 +100,15 @@ def measure(load_: MillionLoad, notify: Notify = lambda *_: None) -> Report:
         watch = HeldWatch(core)
         try:
             sums = core.view.sequence_bytes(longest)
-            planned = core.budget.fixed_bytes + sums.per_sequence + sums.shared
+            fixed_bytes = core.view.stats().used_bytes  # nothing is cached yet
+            planned = fixed_bytes + sums.per_sequence + sums.shared
             rows = [_at(watch, tokens[:length], load_, notify) for length in load_.lengths]
             known = []
             for number, (end, question) in enumerate(zip(ends, talk.questions, strict=True)):
                 notify("asking", number, len(ends))
                 known.append(_answer(watch, tokenizer, (*tokens, *end)) == question.answer)
-            spilling = core.stores.of(Spilling)
-            lost = 0 if spilling is None else spilling.blocks.counts.lost_blocks
+            spilling = core.view.stats().spilling
+            lost = 0 if spilling is None else spilling.counts.lost_blocks
         finally:
             core.close()
     return report(load_, rows, known, planned, watch.most_bytes, lost)
@@ -116,7 +119,7 @@ def _at(
 ) -> dict[str, Any]:
     """Read a prompt whose beginning is known, and time steps behind it."""
     core, started = watch.core, time.perf_counter()
-    before = core.counters.generated_tokens
+    before = core.view.stats().generated_tokens
     notify(counted(len(tokens), "token"), len(tokens), max(load_.lengths))
     steps = WARM_STEPS + load_.steps
     request = Request(prompt=tuple(tokens), max_tokens=steps + 1, ignore_eos=True)
@@ -127,8 +130,9 @@ def _at(
     step_ms = []
     for _ in range(load_.steps):
         started = time.perf_counter()
-        watch.step()
+        core.step()
         step_ms.append(1e3 * (time.perf_counter() - started))
+        watch.note()
     handle.cancel()
     while watch.step():
         pass
@@ -136,7 +140,7 @@ def _at(
         "tokens": len(tokens),
         "first_token_seconds": first_seconds,
         "step_ms": step_ms,
-        "used_bytes": core.ledger.used_bytes,
+        "used_bytes": core.view.stats().used_bytes,
     }
 
 

@@ -45,6 +45,9 @@ LEAST_SECONDS = 0.2
 """The same limit for a small model: penstock alone starts in two seconds."""
 SECOND_WEIGHT_BYTES = 5_000_000_000
 """Weight bytes per second of the limit: they load in ten seconds, and measuring takes a tenth."""
+ROOM = 2
+"""Factor of the extrapolated bytes that must be free: they may be too many, and what is reserved
+for other parts of a step is not counted yet."""
 SLOPE = 2
 """Factor of the growth between two measured steps, where larger ones are extrapolated by it."""
 
@@ -148,7 +151,10 @@ class StepTrials:
             last = _fitting(step.size, step.spent, size, self._left - others)
             if last == step.size:
                 reckoned = MeasuredStep.of(step, small if constant else None).scaled(size)
-                if beside + int(SLACK * UNREPEATED * reckoned) + scores(size) <= self._free():
+                if (
+                    ROOM * (beside + int(SLACK * UNREPEATED * reckoned) + scores(size))
+                    <= self._free()
+                ):
                     break
                 last = min(2 * step.size, size)
             if last == size:
