@@ -19,9 +19,9 @@ from penstock.caches.selective import SelectiveKVCache
 from penstock.kv.checks import loaded_model
 
 _ATTENTION = "scaled_dot_product_attention"
-HEADS = ("lm_head", "output", "embed_out")
-"""Names of output layers in mlx-lm's models."""
-HEAD = "penstock_head"
+HEAD = "lm_head"
+"""Name of an output layer in mlx-lm's models."""
+IS_HEAD = "penstock_head"
 """Attribute of an output layer."""
 
 
@@ -37,12 +37,11 @@ def attach(model: nn.Module) -> tuple[str, ...]:
     named: list[tuple[str, nn.Module]] = model.named_modules()  # type: ignore[no-untyped-call]
     names = {type(module).__module__ for _, module in named}
     for name, part in named:
-        is_head = name.rpartition(".")[2] in HEADS
-        kind = (_SEAMS | _HEADS if is_head else _SEAMS).get(type(part))
+        kind = _SEAMS.get(type(part))
         if kind is not None:
             part.__class__ = kind
-        if is_head:
-            setattr(part, HEAD, True)
+        if name.rpartition(".")[2] == HEAD:
+            setattr(part, IS_HEAD, True)
     attached = []
     for name in sorted(names):
         module = sys.modules[name]
@@ -111,22 +110,7 @@ class Embedding(nn.Embedding):
         return _active.device.multiply_weights(x, self["weight"])
 
 
-class QuantizedLinear(nn.QuantizedLinear):
-    def __call__(self, x: mx.array) -> mx.array:
-        return super().__call__(read_rows(x, self))  # type: ignore[no-any-return, no-untyped-call]
-
-
-class QuantizedEmbedding(nn.QuantizedEmbedding):
-    def as_linear(self, x: mx.array) -> mx.array:
-        return super().as_linear(read_rows(x))  # type: ignore[no-any-return, no-untyped-call]
-
-
-_SEAMS: dict[type, type[nn.Module]] = {
-    nn.Linear: Linear,
-    nn.Embedding: Embedding,
-    nn.QuantizedEmbedding: QuantizedEmbedding,
-}
-_HEADS: dict[type, type[nn.Module]] = {nn.QuantizedLinear: QuantizedLinear}
+_SEAMS: dict[type, type[nn.Module]] = {nn.Linear: Linear, nn.Embedding: Embedding}
 
 
 @contextmanager
@@ -162,6 +146,6 @@ def skips_logits() -> bool:
 
 def read_rows(x: mx.array, layer: nn.Module | None = None) -> mx.array:
     """Return the rows of an output layer's input whose logits are read; all for another layer."""
-    if not _active.logit_rows or (layer is not None and not getattr(layer, HEAD, False)):
+    if not _active.logit_rows or (layer is not None and not getattr(layer, IS_HEAD, False)):
         return x
     return x[: _active.logit_rows]

@@ -101,14 +101,18 @@ def test_check_detects_a_chunk_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("packed", [False, True])
 def test_logits_of_a_chunk_are_not_computed(
-    tied: bool, bits: int | None, monkeypatch: pytest.MonkeyPatch
+    tied: bool, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mx.random.seed(3)
-    model = build({**BASE, "model_type": "llama", "tie_word_embeddings": tied})
-    if bits is not None:
-        nn.quantize(model, group_size=32, bits=bits)
+    config = {**BASE, "model_type": "llama", "tie_word_embeddings": tied, "vocab_size": 512}
+    model = build(config)
+    if packed and weight_packer() is None:
+        pytest.skip("packed products are compiled by Numba")
+    if packed:
+        nn.quantize(model, group_size=32, bits=4)
+        pack(model, lambda module: None, exact=False)
     scene, read_rows, heads = Scene(model), layer_seams.read_rows, list[int]()
 
     def noting(x: mx.array, layer: nn.Module | None = None) -> mx.array:
@@ -118,5 +122,7 @@ def test_logits_of_a_chunk_are_not_computed(
         return read
 
     monkeypatch.setattr(layer_seams, "read_rows", noting)
+    if packed:
+        monkeypatch.setattr("penstock.plugins.cpu.packed_products.read_rows", noting)
     logits = scene.together(2)[0]
     assert heads == [4] and logits.shape[:2] == (2, 2)

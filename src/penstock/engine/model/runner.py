@@ -256,15 +256,7 @@ class Runner:
                 mx.concatenate([logits for logits, _ in outputs])[:, None],
                 [RecurrentState(states, exclusive=compresses) for _, states in outputs],
             )
-        step = DecodeStep.of(
-            self.device,
-            rows,
-            tails,
-            len(tokens[0]),
-            self.ways,
-            self.selection,
-            self.most_joined,
-        )
+        step = self._decode_step(rows, tails, len(tokens[0]))
         states = (
             stacked([recurrent_state or self.fresh_state() for recurrent_state in recurrent_states])
             if recurrent_states
@@ -277,15 +269,21 @@ class Runner:
         left = unpinned(seam.states_of(kept))
         return DecodeOutput(logits, [RecurrentState(left, row) for row in range(len(rows))])
 
+    def _decode_step(self, rows: Sequence[DecodeRow], tails: Tails, width: int) -> DecodeStep:
+        ways = self.ways, self.selection, self.most_joined
+        return DecodeStep.of(self.device, rows, tails, width, *ways)
+
     @property
     def mixes(self) -> bool:
         """Whether running sequences and a prefill chunk are computed in one pass.
 
-        Layers that keep another dtype than they compute are packed, and computed in one job: its
-        memory follows from the tokens of a pass. In MLX's operations both parts would be alive.
+        Layers that keep another dtype than they compute are packed, and computed in one job unless
+        they choose what they read: its memory follows from the tokens of a pass. In MLX's
+        operations both parts would be alive.
         """
-        is_whole = self.ranks == 1 and not self._passes_on and not self.prompt_selection.layers
-        return self.kv_dtype is not None and self._spans is None and is_whole
+        reads_all = not (self.selection.layers or self.prompt_selection.layers)
+        is_whole = self.ranks == 1 and not self._passes_on
+        return self.kv_dtype is not None and self._spans is None and reads_all and is_whole
 
     def mixed(
         self,
@@ -307,7 +305,6 @@ class Runner:
         """
         tails.ready()
         width = len(tokens[0])
-        given = self.device, rows, tails, width, self.ways, self.selection, self.most_joined
         chunk = [
             r for r in self._chunk_reads(parts, position, "shared") if isinstance(r, ChunkReads)
         ]
@@ -317,7 +314,7 @@ class Runner:
             for start, count in (*starts, (position, len(prompt)))
             for place in range(start, start + count)
         ]
-        decode = decode_reads(DecodeStep.of(*given), self.attention_windows)
+        decode = decode_reads(self._decode_step(rows, tails, width), self.attention_windows)
         caches, _ = self.layout.caches(mixed_reads(decode, chunk, positions), None)
         new = [[token] for token in (*(token for row in tokens for token in row), *prompt)]
         count = width * len(rows)

@@ -33,6 +33,8 @@ from penstock.models.input_spans import (
 
 SHARE = 16
 """Divisor of the memory limit that gives the most bytes of embeddings that nobody waits for."""
+MOST_FAULTS = 64
+"""Maximum number of failures that are kept until their request asks."""
 WAIT_SECONDS = 0.01
 NO_ARGUMENTS: Mapping[str, Any] = {}
 
@@ -210,6 +212,8 @@ class SpanFeatures:
             # A boundary: a model's code may raise anything, and none of it may end the engine.
             except Exception as error:  # noqa: BLE001
                 job.reserved.release()
+                if len(self._faults) == MOST_FAULTS:  # of requests that are gone, most likely
+                    del self._faults[next(iter(self._faults))]
                 self._faults[key] = _fault(error)
                 continue
             nbytes = embeddings.nbytes

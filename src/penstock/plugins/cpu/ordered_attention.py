@@ -30,6 +30,9 @@ from penstock.plugins.cpu.ordered_loops import (
     space_floats,
 )
 
+NUMBER_BYTES = 4
+"""Place of the bytes of a number in `plain_addresses`."""
+
 
 @dataclass(frozen=True, slots=True)
 class OrderedReads:
@@ -228,10 +231,6 @@ def _plan(
         firsts.append(len(spans))
         positions += range(position, position + width)
     return OrderedReads(np.stack(spans, axis=1), np.array(firsts), positions, AttentionWindow())
-
-
-NUMBER_BYTES = 4
-"""Place of the bytes of a number in `plain_addresses`."""
 
 
 def plain_addresses(segment: Segment) -> Integers:
