@@ -82,7 +82,7 @@ def lane_order(count: int) -> tuple[int, ...]:
     return tuple(left[0])
 
 
-class _Vectors:
+class Vectors:
     """Builds IR on vectors of 16 float32."""
 
     def __init__(self, builder: Any) -> None:
@@ -241,7 +241,7 @@ class _Vectors:
         return cgutils.get_or_insert_function(self.builder.module, kind, name)
 
 
-def _vector_function(arguments: int, body: Any) -> Any:
+def vector_function(arguments: int, body: Any) -> Any:
     """Return a function for compiled loops of so many 64-bit integers, with a body of IR."""
     from numba import types
     from numba.extending import intrinsic
@@ -249,7 +249,7 @@ def _vector_function(arguments: int, body: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         from numba.core import cgutils
 
-        body(_Vectors(builder), *cgutils.unpack_tuple(builder, values[0], arguments))
+        body(Vectors(builder), *cgutils.unpack_tuple(builder, values[0], arguments))
         return context.get_dummy_value()
 
     @intrinsic  # type: ignore[untyped-decorator]
@@ -267,7 +267,7 @@ def halve_function() -> Any:
     `LANES`.
     """
 
-    def body(of: _Vectors, numbers: Any, result: Any, count: Any) -> None:
+    def body(of: Vectors, numbers: Any, result: Any, count: Any) -> None:
         from numba.core import cgutils
 
         bounds = of.number(0), count, of.number(LANES), of.word
@@ -278,14 +278,14 @@ def halve_function() -> Any:
             )
             of.builder.store(rounded, into, align=HALF_BYTES)
 
-    return _vector_function(3, body)
+    return vector_function(3, body)
 
 
 @cache
 def widen_function() -> Any:
     """Return a function that converts float16 to float32; see `halve_function`."""
 
-    def body(of: _Vectors, numbers: Any, result: Any, count: Any) -> None:
+    def body(of: Vectors, numbers: Any, result: Any, count: Any) -> None:
         from numba.core import cgutils
 
         bounds = of.number(0), count, of.number(LANES), of.word
@@ -293,7 +293,7 @@ def widen_function() -> Any:
             wide = of.load_side(of.offset(numbers, place, HALF_BYTES), HALF_BYTES, LANES)
             of.store(wide, of.offset(result, place))
 
-    return _vector_function(3, body)
+    return vector_function(3, body)
 
 
 @cache
@@ -306,7 +306,7 @@ def score_function(key_dim: int, nbytes: int = FLOAT_BYTES) -> Any:
     width = padded(key_dim)
     vectors = width // LANES
 
-    def body(of: _Vectors, queries: Any, keys: Any, tokens: Any, scores: Any) -> None:
+    def body(of: Vectors, queries: Any, keys: Any, tokens: Any, scores: Any) -> None:
         def products(count: int, token: Any) -> Any:
             start = of.offset(keys, of.builder.mul(token, of.number(key_dim)), nbytes)
             sums: list[Any] = [None] * (QUERIES * count)
@@ -354,7 +354,7 @@ def score_function(key_dim: int, nbytes: int = FLOAT_BYTES) -> Any:
                 single = of.builder.extract_element(result, of.int32(lane))
                 of.store(single, of.offset(into, query * BLOCK_TOKENS))
 
-    return _vector_function(4, body)
+    return vector_function(4, body)
 
 
 @cache
@@ -366,7 +366,7 @@ def weigh_function(soft_cap: float) -> Any:
     and sum, which it writes.
     """
 
-    def body(of: _Vectors, scores: Any, start: Any, end: Any, kept: Any, totals: Any) -> None:
+    def body(of: Vectors, scores: Any, start: Any, end: Any, kept: Any, totals: Any) -> None:
         builder = of.builder
         lanes = of.ints([of.int32(lane) for lane in range(LANES)])
         first, last, besides = (
@@ -404,7 +404,7 @@ def weigh_function(soft_cap: float) -> Any:
         total = of.sums_of_lanes([total])
         of.store(builder.extract_element(total, zero), of.offset(totals, TOTAL))
 
-    return _vector_function(5, body)
+    return vector_function(5, body)
 
 
 @cache
@@ -416,7 +416,7 @@ def mix_function(value_dim: int, nbytes: int = FLOAT_BYTES) -> Any:
     """
     width = state_floats(value_dim)
 
-    def body(of: _Vectors, weights: Any, values: Any, tokens: Any, states: Any) -> None:
+    def body(of: Vectors, weights: Any, values: Any, tokens: Any, states: Any) -> None:
         from numba.core import cgutils
 
         for first in range(0, value_dim, LANES * 4):
@@ -448,7 +448,7 @@ def mix_function(value_dim: int, nbytes: int = FLOAT_BYTES) -> Any:
             for place, total in zip(places, sums, strict=True):
                 of.store(of.builder.load(total), place)
 
-    return _vector_function(4, body)
+    return vector_function(4, body)
 
 
 @cache
@@ -459,7 +459,7 @@ def merge_function(value_dim: int) -> Any:
     """
     width = padded(value_dim)
 
-    def body(of: _Vectors, state: Any, block: Any) -> None:
+    def body(of: Vectors, state: Any, block: Any) -> None:
         builder = of.builder
         tops = [of.load_float(of.offset(x, width + MAXIMUM)) for x in (state, block)]
         spreads = [of.spread(top) for top in tops]
@@ -475,4 +475,4 @@ def merge_function(value_dim: int) -> Any:
             single = builder.extract_element(value, of.int32(0))
             of.store(single, of.offset(state, width + number))
 
-    return _vector_function(2, body)
+    return vector_function(2, body)

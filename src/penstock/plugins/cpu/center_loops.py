@@ -43,13 +43,13 @@ def _tile_loop() -> Any:
         queries, rows = factors.shape
         x, start, query = factors.ctypes.data, added.ctypes.data, 0
         while query + most <= queries:
-            four(tile, x + 4 * rows * query, start + 4 * query, out, stride, rows)
+            four((tile, x + 4 * rows * query, start + 4 * query, out, stride, rows))
             query, out = query + most, out + most * stride
         if query + fewer <= queries:
-            two(tile, x + 4 * rows * query, start + 4 * query, out, stride, rows)
+            two((tile, x + 4 * rows * query, start + 4 * query, out, stride, rows))
             query, out = query + fewer, out + fewer * stride
         if query + one <= queries:
-            single(tile, x + 4 * rows * query, start + 4 * query, out, stride, rows)
+            single((tile, x + 4 * rows * query, start + 4 * query, out, stride, rows))
 
     return multiply
 

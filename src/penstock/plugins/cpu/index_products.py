@@ -1,8 +1,8 @@
 """Vector code for the scores of blocks by the key index, and by the centers that it leaves out.
 
 A vector holds a word of codes of each token of a block, or a cosine or sine of each of 16 blocks.
-Products of bytes are added in integers, as in
-`tile_products`: exact, so the scores do not depend on which queries are multiplied together.
+Products of bytes are added in integers, as in `tile_products`: exact, so the scores do not depend
+on which queries are multiplied together.
 
 The functions are written as LLVM IR, for loops that Numba compiles.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock.attention.selection.choice_blocks import BLOCK_TOKENS
 from penstock.attention.selection.rotations import TILE_BLOCKS
+from penstock.plugins.cpu.attention_tiles import LANES, Vectors, vector_function
 from penstock.plugins.cpu.tile_products import dot_product, dot_product_name
 
 SHIFTS = 4
@@ -139,59 +140,29 @@ def center_product(queries: int) -> Any:
     results, (16,) each, the bytes from one query's results to the next, and the rows, an even
     number. The order of the sums is the same for any number of queries.
     """
-    from llvmlite import ir
-    from numba import types
-    from numba.core import cgutils
-    from numba.extending import intrinsic
-
-    word32, word64, real = ir.IntType(32), ir.IntType(64), ir.FloatType()
-    lanes, reals = ir.VectorType(word32, TILE_BLOCKS), ir.VectorType(real, TILE_BLOCKS)
     chains = 2
 
-    def number(value: int) -> Any:
-        return ir.Constant(word64, value)
+    def body(
+        of: Vectors, table: Any, factors: Any, added: Any, into: Any, stride: Any, rows: Any
+    ) -> None:
+        from numba.core import cgutils
 
-    def load(builder: Any, address: Any, kind: Any) -> Any:
-        return builder.load(builder.inttoptr(address, ir.PointerType(kind)), align=4)
+        builder, sums = of.builder, []
+        for query in range(queries):
+            firsts = of.spread(of.load_float(of.offset(added, query))), of.every(0.0)
+            sums.append([cgutils.alloca_once_value(builder, first) for first in firsts])
+        with cgutils.for_range(builder, builder.sdiv(rows, of.number(chains))) as loop:
+            for chain in range(chains):
+                row = builder.add(builder.mul(loop.index, of.number(chains)), of.number(chain))
+                turn = of.load(of.offset(table, builder.mul(row, of.number(TILE_BLOCKS))))
+                for query in range(queries):
+                    place = builder.add(builder.mul(rows, of.number(query)), row)
+                    factor = of.spread(of.load_float(of.offset(factors, place)))
+                    total = sums[query][chain]
+                    builder.store(of.fused(factor, turn, builder.load(total)), total)
+        for query, parts in enumerate(sums):
+            total = builder.fadd(*(builder.load(part) for part in parts))
+            of.store(total, builder.add(into, builder.mul(stride, of.number(query))))
 
-    def in_all_lanes(builder: Any, value: Any) -> Any:
-        empty = ir.Constant(reals, ir.Undefined)
-        first = builder.insert_element(empty, value, ir.Constant(word32, 0))
-        return builder.shuffle_vector(first, empty, ir.Constant(lanes, [0] * TILE_BLOCKS))
-
-    @intrinsic  # type: ignore[untyped-decorator]
-    def multiply(
-        context: Any, table: Any, factors: Any, added: Any, into: Any, stride: Any, rows: Any
-    ) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            table, factors, added, into, stride, rows = values
-            kind = ir.FunctionType(reals, [reals] * 3)
-            fused = cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.v16f32")
-            row_bytes, sums = builder.mul(rows, number(4)), []
-            for query in range(queries):
-                start = load(builder, builder.add(added, number(4 * query)), real)
-                firsts = in_all_lanes(builder, start), ir.Constant(reals, [0.0] * TILE_BLOCKS)
-                sums.append([cgutils.alloca_once_value(builder, first) for first in firsts])
-            with cgutils.for_range(builder, builder.sdiv(rows, number(chains))) as loop:
-                for chain in range(chains):
-                    row = builder.add(builder.mul(loop.index, number(chains)), number(chain))
-                    at = builder.mul(row, number(4 * TILE_BLOCKS))
-                    turn = load(builder, builder.add(table, at), reals)
-                    for query in range(queries):
-                        place = builder.add(
-                            builder.mul(row_bytes, number(query)), builder.mul(row, number(4))
-                        )
-                        factor = load(builder, builder.add(factors, place), real)
-                        own = sums[query][chain]
-                        given = [in_all_lanes(builder, factor), turn, builder.load(own)]
-                        builder.store(builder.call(fused, given), own)
-            for query, parts in enumerate(sums):
-                total = builder.fadd(*(builder.load(part) for part in parts))
-                place = builder.add(into, builder.mul(stride, number(query)))
-                address = builder.inttoptr(place, ir.PointerType(reals))
-                builder.store(total, address, align=4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 6), generate
-
-    return multiply
+    assert TILE_BLOCKS == LANES
+    return vector_function(6, body)
