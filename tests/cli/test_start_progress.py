@@ -48,7 +48,16 @@ def test_slow_start_prints_progress(
 
 
 def test_terminal_shows_spinner() -> None:
-    screen = io.StringIO()
-    terminal = Console(file=screen, force_terminal=True, width=80)
-    with StartProgress(terminal, "loading a", stream=screen):
+    screen, lines = io.StringIO(), io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=80, _environ={"TERM": "xterm"})
+    with StartProgress(terminal, "loading a", stream=lines):
         wait_for("loading a", screen)
+
+
+def test_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_progress, "QUIET_SECONDS", 0.01)
+    screen, lines = io.StringIO(), io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=80, _environ={"TERM": "dumb"})
+    with StartProgress(terminal, "loading a", stream=lines):
+        wait_for("penstock: loading a (0 s)\n", lines)
+    assert screen.getvalue() == ""

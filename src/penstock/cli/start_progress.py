@@ -34,7 +34,8 @@ class StartProgress(logging.Handler):
         self._stream = stream
         self._began = clock()
         self._message = message
-        self._status: Status | None = console.status(message) if console.is_terminal else None
+        # A dumb terminal draws no spinner: it gets lines.
+        self._status: Status | None = console.status(message) if console.is_interactive else None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._repeat, daemon=True)
         self._level = LOGGER.level

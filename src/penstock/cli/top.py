@@ -48,7 +48,7 @@ def top(
                 return
     elif once:
         console.print(drawn(next(shown), url, console.width, console.height))
-    elif not console.is_terminal or console.is_dumb_terminal:
+    elif not console.is_interactive:
         printed = 0.0
         for snapshot in shown:
             if snapshot["at_seconds"] - printed >= PLAIN_SECONDS:

@@ -95,7 +95,7 @@ def agents(
 
 def _watch(crowd: Crowd, console: Console) -> None:
     """Run the agents and show progress: a live line on a terminal, else a line per second."""
-    if not console.is_terminal or console.is_dumb_terminal:
+    if not console.is_interactive:
         crowd.run(lambda figures: console.print(figures.line(), soft_wrap=True), PLAIN_SECONDS)
         return
     with Live(console=console, auto_refresh=False, transient=True) as live:

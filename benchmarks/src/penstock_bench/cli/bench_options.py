@@ -153,11 +153,11 @@ def finish(
 def progress_bar(first: str) -> Iterator[Notify]:
     """Show a progress bar on a terminal, and yield the function that updates it.
 
-    The function takes a description, the count and the total. Without a terminal, stderr gets a
-    line per minute with the estimated time left.
+    The function takes a description, the count and the total. Without a terminal, or on a dumb
+    one, stderr gets a line per minute with the estimated time left.
     """
     console = Console(stderr=True)
-    if not console.is_terminal:
+    if not console.is_interactive:
         yield ProgressLines(lambda line: print(line, file=sys.stderr, flush=True))
         return
     with Progress(console=console, transient=True) as progress:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -17,7 +18,7 @@ from penstock.cli import options
 from penstock.errors import SettingError
 from penstock.memory import format_bytes
 from penstock.recall import MODEL_PATH
-from penstock_bench.cli.bench_options import Plot, Save
+from penstock_bench.cli.bench_options import Plot, Save, progress_bar
 
 if TYPE_CHECKING:
     from penstock_bench.codecs import CacheShape, Sides, Table
@@ -75,9 +76,14 @@ def bench_kv_cache(
     shape = bench.CacheShape(layers, heads, head_dim, seq_len, dtype, rounds)
     shape, sides = _data(data, shape)
     _check_free(shape)
-    with Console(stderr=True).status("") as status:
+    done = count()
+    with progress_bar("making the data") as notify:
         table = bench.measure(
-            shape, data, names, sides, lambda name: status.update(f"holding as {name}")
+            shape,
+            data,
+            names,
+            sides,
+            lambda name: notify(f"holding as {name}", next(done), len(names)),
         )
     _publish(table, as_json=as_json, save=save, plot=plot)
 

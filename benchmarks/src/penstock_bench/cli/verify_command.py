@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from penstock.blas import load_blas
@@ -17,6 +16,7 @@ from penstock.cli import options
 from penstock.cli.settings_options import with_settings
 from penstock.errors import SettingError
 from penstock.recall import MODEL_PATH
+from penstock_bench.cli.bench_options import progress_bar
 from penstock_bench.recall import dialogue
 
 if TYPE_CHECKING:
@@ -81,14 +81,10 @@ def verify(
         else render(loaded.tokenizer, conversation)
         for conversation in conversations
     ]
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("asking", total=None)
-
-        def notify(done: int, of: int) -> None:
-            progress.update(task, completed=done, total=of)
-
-        verdicts = replay(loaded, tokens, max_tokens, notify, **engine)
+    with progress_bar("asking") as notify:
+        verdicts = replay(
+            loaded, tokens, max_tokens, lambda done, of: notify("asking", done, of), **engine
+        )
     wrong = [verdict for verdict in verdicts if not verdict.is_within(tolerance)]
     if as_json:
         objects = [verdict.as_object() for verdict in verdicts]
