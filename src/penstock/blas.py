@@ -23,10 +23,12 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-
-from threadpoolctl import ThreadpoolController
+from typing import TYPE_CHECKING
 
 from penstock.user_cache import is_private, user_cache
+
+if TYPE_CHECKING:
+    from threadpoolctl import ThreadpoolController
 
 VARIABLE = "PENSTOCK_BLAS"
 """Path or soname of the CBLAS to load; `none` loads nothing."""
@@ -103,6 +105,8 @@ def one_thread() -> Iterator[None]:
 
 @cache
 def _pools() -> ThreadpoolController:
+    from threadpoolctl import ThreadpoolController  # a fifth of what `import penstock` takes
+
     return ThreadpoolController()
 
 

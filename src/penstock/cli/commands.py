@@ -78,13 +78,12 @@ def root(
     """
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(words: list[str]) -> int:
     """Run a command and return its exit code.
 
     0: success; 2: wrong flag, model or file (one line on standard error); 130: Ctrl-C.
     """
     lenient_output()
-    words = sys.argv[1:] if arguments is None else arguments
     command = get_command(app)
     try:
         translated_words = with_values(_in_own_flags(command, words))
