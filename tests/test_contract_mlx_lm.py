@@ -14,6 +14,8 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from penstock.models.recommended import PATTERNS
+
 SINGLE = ("KVCache", "RotatingKVCache", "QuantizedKVCache")
 BATCH = ("BatchKVCache", "BatchRotatingKVCache")
 OTHERS = ("ArraysCache", "CacheList")
@@ -147,3 +149,7 @@ def test_models_support_tensor_and_pipeline_sharding() -> None:
     assert issubclass(qwen2.Qwen2Model, PipelineMixin)
     stage = PipelineMixin()
     assert (stage.pipeline_rank, stage.pipeline_size) == (0, 1)
+
+
+def test_same_files_of_a_hub_model_are_fetched() -> None:
+    assert [*PATTERNS] == mlx_lm.utils.DEFAULT_ALLOW_PATTERNS

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from typer.main import get_command
 
 from penstock import __version__
-from penstock.cli import cache, chat, doctor, generate, launch, plan, serve, top
+from penstock.cli import cache, chat, doctor, generate, launch, model_list, plan, serve, top
 from penstock.cli.foreign_names import translated
 from penstock.cli.help_groups import CommandGroup, GroupedCommand
 from penstock.cli.options import lenient_output, with_values
@@ -34,6 +34,8 @@ app.command(cls=GroupedCommand)(chat.chat)
 app.command(cls=GroupedCommand)(serve.serve)
 app.command()(launch.launch)
 app.command()(top.top)
+app.command()(model_list.models)
+app.command()(model_list.pull)
 app.command()(plan.plan)
 app.add_typer(cache.app, name="cache", no_args_is_help=False)  # a refusal is one line
 app.command()(doctor.doctor)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 WITHOUT_VALUE = {"--kv-cache-quantization": "8"}
 """Values of flags given without one, as in vllm-mlx's scripts."""
 MODEL_HELP = (
-    "Model folder, .gguf file, Hugging Face name (owner/model), or smollm2, a small chat "
-    "model that is downloaded once."
+    "Model folder, .gguf file, Hugging Face name (owner/model), or a name that penstock models "
+    "lists; a name is downloaded once."
 )
 Model: TypeAlias = Annotated[
     str, typer.Option(help=MODEL_HELP, envvar="PENSTOCK_MODEL", show_default="the embedded model")

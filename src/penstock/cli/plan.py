@@ -20,7 +20,7 @@ from penstock.cli.whole_words import print_line
 from penstock.errors import ModelError, SettingError
 from penstock.memory import ModelSpec, format_bytes
 from penstock.memory.model_config import read_config
-from penstock.models import named
+from penstock.models import named, recommended
 from penstock.plurals import counted
 from penstock.recall import MODEL_PATH
 
@@ -491,6 +491,7 @@ def _find(model: str) -> Path:
             raise ModelError(f"{model} is not downloaded yet; penstock generate --model {model} hi")
         return file
 
+    model = recommended.source_of(model)
     # The hub client takes 0.2 s to import, which a folder does not need. It
     # is installed because mlx-lm loads through it (via transformers).
     from huggingface_hub import try_to_load_from_cache

