@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import mlx.core as mx
 import numpy as np
 import sentencepiece
 from gguf.quants import quantize
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 from tokenizers import pre_tokenizers
 
 from support.small_models import BASE, build
@@ -68,6 +69,78 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 7,
     },
     "phi3": {"model_type": "phi3", "tie_word_embeddings": False},
+    "granite": {
+        "model_type": "granite",
+        "attention_multiplier": 0.1,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    "glm4": {
+        "model_type": "glm4",
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "tie_word_embeddings": False,
+    },
+    "lfm2": {
+        "model_type": "lfm2",
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_dim": 64,
+        "block_ff_dim": 96,
+        "block_multiple_of": 1,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    },
+    "qwen35": {
+        "model_type": "qwen3_5",
+        "head_dim": 32,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 2,
+        "rope_parameters": {
+            "type": "default",
+            "rope_theta": 10_000.0,
+            "partial_rotary_factor": 0.25,
+        },
+    },
+    "qwen35moe": {
+        "model_type": "qwen3_5_moe",
+        "head_dim": 32,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 2,
+        "rope_parameters": {
+            "type": "default",
+            "rope_theta": 10_000.0,
+            "partial_rotary_factor": 0.25,
+        },
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+    },
+    "gpt-oss": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 64,
+        "sliding_window": 12,
+        "tie_word_embeddings": False,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
 }
 """Arguments of a small model for each architecture that is read, by a name."""
 
@@ -76,6 +149,15 @@ def small_model(name: str) -> tuple[Any, dict[str, Any]]:
     """Return a random model and its config."""
     config = {**SIZES, **MODELS[name]}
     model = build(config)
+    # Norms of ones, and sinks of zeros, would be the same in any order.
+    shaken = tree_map(
+        lambda array: (
+            array * (1 + 0.2 * mx.random.normal(array.shape))
+            + (0.1 * mx.random.normal(array.shape) if array.ndim == 1 else 0)
+        ),
+        model.parameters(),
+    )
+    model.update(shaken)
     if name == "gemma3":
         model.sanitize({})  # drops the output that no file of this family has
     return model, config
@@ -105,19 +187,26 @@ def write_model(
     writer = gguf.GGUFWriter(path, arch)
     _add_sizes(writer, arch, config)
     add_vocabulary(writer)
-    names = gguf.get_tensor_name_map(
-        getattr(gguf.MODEL_ARCH, arch.upper()), config["num_hidden_layers"]
-    )
+    (kind,) = (kind for kind, text in gguf.MODEL_ARCH_NAMES.items() if text == arch)
+    names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
     for theirs, array in tree_flatten(model.parameters()):
         numbers = np.array(array, np.float32)
-        if arch == "llama" and ".q_proj." in theirs:
+        theirs = theirs.removeprefix("language_model.")
+        if arch in ("llama", "granite") and ".q_proj." in theirs:
             numbers = interleaved(numbers, config["num_attention_heads"])
-        if arch == "llama" and ".k_proj." in theirs:
+        if arch in ("llama", "granite") and ".k_proj." in theirs:
             numbers = interleaved(numbers, config["num_key_value_heads"])
+        if "conv.weight" in theirs or "conv1d.weight" in theirs:
+            numbers = numbers.squeeze(-1)
+        if arch.startswith("qwen35"):
+            theirs, numbers = _tiled(theirs, numbers, config)
+        theirs = f"{theirs}.weight" if theirs.endswith("sinks") else theirs
         if arch.startswith("gemma") and theirs.endswith("norm.weight"):
             numbers = numbers + 1
         known = names.get_name(theirs.replace("switch_mlp", "experts"), (".weight", ".bias"))
-        kind = gguf.GGMLQuantizationType[form if numbers.ndim > 1 else "F32"]
+        # As the converter has it: norms, convolutions and routers stay as they are.
+        is_small = numbers.ndim == 1 or any(part in str(known) for part in SMALL)
+        kind = gguf.GGMLQuantizationType["F32" if is_small else form]
         writer.add_tensor(known, quantize(numbers, kind), raw_dtype=kind)
     if name == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_factors(config))
@@ -133,6 +222,9 @@ def random_blocks(form: str, rows: int, columns: int) -> np.ndarray[Any, Any]:
     numbers, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[form]]
     rng = np.random.default_rng(7)
     raw = rng.integers(0, 256, (rows * columns // numbers, block_bytes), np.uint8)
+    if form == "MXFP4":
+        raw[:, 0] = rng.integers(110, 130, len(raw))
+        return raw.reshape(rows, -1)
     halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
     for at in halves.get(form, (0, 2) if form in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,)):
         scales = rng.normal(0, 0.01, len(raw)).astype(np.float16)
@@ -146,6 +238,38 @@ def interleaved(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
+SMALL = ("conv", "gate_inp", ".bias", "ssm_a")
+"""Parts of names of tensors that no converter writes in codes."""
+
+
+def _tiled(
+    name: str, numbers: np.ndarray[Any, Any], config: dict[str, Any]
+) -> tuple[str, np.ndarray[Any, Any]]:
+    """Return a tensor of Qwen 3.5 as the converter names and orders it.
+
+    All first value heads of the key heads come first, then all second ones.
+    """
+    keys, size = config["linear_num_key_heads"], config["linear_value_head_dim"]
+    each = config["linear_num_value_heads"] // keys
+    before = 2 * keys * config["linear_key_head_dim"]
+
+    def tiled(values: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
+        parts = values.reshape(keys, each, width, *values.shape[1:])
+        return np.ascontiguousarray(parts.swapaxes(0, 1)).reshape(values.shape)
+
+    if "in_proj_qkv" in name or "conv1d" in name:
+        numbers = np.concatenate([numbers[:before], tiled(numbers[before:], size)])
+    elif "in_proj_z" in name:
+        numbers = tiled(numbers, size)
+    elif "in_proj_a" in name or "in_proj_b" in name or "dt_bias" in name:
+        numbers = tiled(numbers, 1)
+    elif "A_log" in name:
+        numbers = -np.exp(tiled(numbers, 1))
+    elif "linear_attn.out_proj" in name:
+        numbers = np.ascontiguousarray(tiled(np.ascontiguousarray(numbers.T), size).T)
+    return name.replace("dt_bias", "dt_proj.bias"), numbers
+
+
 def _add_sizes(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -156,12 +280,35 @@ def _add_sizes(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> No
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_key_length(config["head_dim"])
     writer.add_rope_freq_base(config["rope_theta"])
-    if "num_experts" in config:
-        writer.add_expert_count(config["num_experts"])
+    if "num_experts" in config or "num_local_experts" in config:
+        writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if "sliding_window" in config:
         writer.add_sliding_window(config["sliding_window"])
+    if "shared_expert_intermediate_size" in config:
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if arch == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+    if arch == "glm4":
+        writer.add_rope_dimension_count(config["head_dim"] // 2)
+    if arch == "lfm2":
+        kinds, heads = config["layer_types"], config["num_key_value_heads"]
+        writer.kv_data[0].pop("lfm2.attention.head_count_kv")
+        writer.add_head_count_kv([heads if kind == "full_attention" else 0 for kind in kinds])
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if arch.startswith("qwen35"):
+        writer.add_rope_dimension_count(config["head_dim"] // 4)
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+        inner = config["linear_value_head_dim"] * config["linear_num_value_heads"]
+        writer.add_ssm_inner_size(inner)
+        writer.add_full_attention_interval(config["full_attention_interval"])
 
 
 def _llama3_factors(config: dict[str, Any]) -> np.ndarray[Any, Any]:

@@ -49,12 +49,70 @@ _EXPERTS = {
     "ffn_up_exps": "mlp.switch_mlp.up_proj",
     "ffn_down_exps": "mlp.switch_mlp.down_proj",
 }
-_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_GLM4 = {
+    **_COMMON,
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+}
+_LFM2 = {
+    "attn_norm": "operator_norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_down": "feed_forward.w2",
+    "ffn_up": "feed_forward.w3",
+}
+_QWEN35 = {
+    **_EXPERTS,
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_GPT_OSS = {
+    **_COMMON,
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks": "self_attn.sinks",
+    "ffn_gate_inp": "mlp.router",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+_OUTER = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "token_embd_norm": "model.embedding_norm",
+    "output": "lm_head",
+}
+_WHOLE_NAMES = {
+    "linear_attn.A_log": "linear_attn.A_log",
+    "linear_attn.dt.bias": "linear_attn.dt_bias",
+    "self_attn.sinks.weight": "self_attn.sinks",
+}
+"""Names of arrays that are no module's `weight` or `bias`."""
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that become part of the config; the model has no such weights."""
-_PARTLY_ROTARY = ("phi3",)
+_PARTLY_ROTARY = ("phi3", "glm4", "qwen35", "qwen35moe")
 """Architectures that may rotate only part of a head."""
-_BLOCK = re.compile(r"blk\.([0-9]{1,9})\.(\w+)\.(weight|bias)")
+_BLOCK = re.compile(r"blk\.([0-9]{1,9})\.([\w.]+?)(\.weight|\.bias|)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +126,10 @@ class Architecture:
     """Whether the rows of queries and keys are in RoPE's interleaved order."""
     norm_offset: float = 0.0
     """Offset that the file includes in the weights of norms, and mlx-lm adds itself."""
+    prefix: str = ""
+    """Prefix of all names of mlx-lm's model."""
+    scales_rope: bool = True
+    """Whether mlx-lm's model reads `rope_scaling`."""
 
 
 def architecture(header: Header) -> Architecture:
@@ -98,10 +160,10 @@ def config(header: Header) -> Config:
     common = {
         "model_type": kind.model_type,
         "hidden_size": hidden,
-        "num_hidden_layers": header.integer(f"{prefix}.block_count"),
+        "num_hidden_layers": layer_count(header),
         "intermediate_size": header.integer(f"{prefix}.feed_forward_length", 0),
         "num_attention_heads": heads,
-        "num_key_value_heads": header.integer(f"{prefix}.attention.head_count_kv", heads),
+        "num_key_value_heads": _key_heads(header, prefix, heads),
         "head_dim": header.integer(f"{prefix}.attention.key_length", hidden // heads),
         "rms_norm_eps": header.number(f"{prefix}.attention.layer_norm_rms_epsilon"),
         "vocab_size": _vocabulary(header),
@@ -119,6 +181,11 @@ def config(header: Header) -> Config:
             "are read"
         )
     scaling = _rope_scaling(header, prefix)
+    if scaling and not kind.scales_rope:
+        raise ModelError(
+            f"{header.name}: positions are scaled by {scaling['type']!r}, which "
+            f"{kind.model_type} of mlx-lm does not"
+        )
     whole = {
         **common,
         **({"rope_scaling": scaling} if scaling else {}),
@@ -126,6 +193,35 @@ def config(header: Header) -> Config:
     }
     _check_sizes(header, whole)
     return whole
+
+
+def layer_count(header: Header) -> int:
+    """Return the number of layers, without those that predict further tokens."""
+    prefix = str(header.metadata.get("general.architecture"))
+    predicting = header.integer(f"{prefix}.nextn_predict_layers", 0)
+    layers = header.integer(f"{prefix}.block_count") - predicting
+    if layers < 1:
+        raise ModelError(f"{header.name}: {predicting:,} of its layers predict, and none is left")
+    return layers
+
+
+def is_read(header: Header, tensor: str) -> bool:
+    """Return whether a tensor is a weight of the model: not RoPE's, not of a predicting layer."""
+    predicting = f"{header.metadata.get('general.architecture')}.nextn_predict_layers"
+    match = _BLOCK.fullmatch(tensor)
+    if match is not None and predicting in header.metadata:
+        return int(match[1]) < layer_count(header)
+    return tensor not in ROPE_TENSORS
+
+
+def _key_heads(header: Header, prefix: str, heads: int) -> int:
+    """Return the number of KV heads; where layers have none, that of the others."""
+    name = f"{prefix}.attention.head_count_kv"
+    counts = header.integers(name) if name in header.metadata else [heads]
+    positive = {count for count in counts if count}
+    if len(positive) != 1:
+        raise ModelError(f"{header.name}: {name} is not one integer for all layers with keys")
+    return positive.pop()
 
 
 def _check_sizes(header: Header, config: Config) -> None:
@@ -139,7 +235,11 @@ def _check_sizes(header: Header, config: Config) -> None:
 
 def _claims(header: Header, config: Config) -> Iterator[tuple[str, int, int]]:
     """Yield the name of each size, its value in the config, and its value in the tensors."""
-    layers = {int(match[1]) for name in header.tensors if (match := _BLOCK.fullmatch(name))}
+    layers = {
+        int(match[1])
+        for name in header.tensors
+        if (match := _BLOCK.fullmatch(name)) and is_read(header, name)
+    }
     yield "layers", config["num_hidden_layers"], max(layers, default=-1) + 1
     rows, columns = header.tensors["token_embd.weight"].shape
     yield "numbers a token", config["hidden_size"], columns
@@ -150,13 +250,23 @@ def _claims(header: Header, config: Config) -> Iterator[tuple[str, int, int]]:
     for name, axis, claimed in (
         ("attn_q", 0, heads * head),
         ("attn_k", 0, keys * head),
-        ("attn_qkv", 0, (heads + 2 * keys) * head),
+        ("attn_qkv", 0, _joined_rows(config, (heads + 2 * keys) * head)),
         ("ffn_down", 1, config["intermediate_size"]),
-        ("ffn_gate_inp", 0, config.get("num_experts", 0)),
+        ("ffn_gate_inp", 0, int(config.get("num_experts") or config.get("num_local_experts") or 0)),
     ):
         tensor = header.tensors.get(f"blk.0.{name}.weight")
         if tensor is not None and len(tensor.shape) == 2:
             yield f"numbers of {name}", claimed, tensor.shape[axis]
+
+
+def _joined_rows(config: Config, of_attention: int) -> int:
+    """Return the rows of attn_qkv, which are those of a recurrent layer in Qwen 3.5."""
+    if "linear_num_key_heads" not in config:
+        return of_attention
+    return int(
+        2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
+        + config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    )
 
 
 def module_of(kind: Architecture, tensor: str) -> str | None:
@@ -167,10 +277,13 @@ def module_of(kind: Architecture, tensor: str) -> str | None:
     """
     match = _BLOCK.fullmatch(tensor)
     if match is not None:
-        name = kind.names.get(match[2])
-        return None if name is None else f"model.layers.{match[1]}.{name}.{match[3]}"
+        name = "linear_attn.dt" if match[2] == "ssm_dt" else kind.names.get(match[2])
+        if name is None:
+            return None
+        name = _WHOLE_NAMES.get(f"{name}{match[3]}", f"{name}{match[3]}")
+        return f"{kind.prefix}model.layers.{match[1]}.{name}"
     stem, _, suffix = tensor.rpartition(".")
-    return f"{_OUTER[stem]}.{suffix}" if stem in _OUTER else None
+    return f"{kind.prefix}{_OUTER[stem]}.{suffix}" if stem in _OUTER else None
 
 
 def end_tokens(header: Header) -> list[int]:
@@ -384,6 +497,107 @@ def _check_attention_factor(header: Header, prefix: str, ratio: float) -> None:
         raise ModelError(f"{header.name}: {key} is {value:g}; only {computed:g} is read")
 
 
+def _has(header: Header, tensor: str) -> bool:
+    return any(name.endswith(f".{tensor}") for name in header.tensors)
+
+
+def _granite(header: Header, prefix: str) -> Config:
+    hidden = header.integer(f"{prefix}.embedding_length")
+    head = hidden // header.integer(f"{prefix}.attention.head_count")
+    return {
+        "attention_multiplier": header.number(f"{prefix}.attention.scale", head**-0.5),
+        "embedding_multiplier": header.number(f"{prefix}.embedding_scale", 1.0),
+        "residual_multiplier": header.number(f"{prefix}.residual_scale", 1.0),
+        "logits_scaling": header.number(f"{prefix}.logit_scale", 1.0),
+        "attention_bias": _has(header, "attn_q.bias"),
+        "mlp_bias": _has(header, "ffn_up.bias"),
+    }
+
+
+def _glm4(header: Header, prefix: str) -> Config:
+    if "output.weight" not in header.tensors:
+        raise ModelError(f"{header.name} has no tensor output.weight, which mlx-lm's glm4 needs")
+    if f"{prefix}.rope.dimension_sections" in header.metadata:
+        raise ModelError(f"{header.name}: positions of several axes (GLM-4V) are not read")
+    heads = header.integer(f"{prefix}.attention.head_count")
+    head = header.integer(
+        f"{prefix}.attention.key_length", header.integer(f"{prefix}.embedding_length") // heads
+    )
+    return {
+        "attention_bias": _has(header, "attn_q.bias"),
+        "partial_rotary_factor": header.integer(f"{prefix}.rope.dimension_count", head) / head,
+        "rope_traditional": True,
+    }
+
+
+def _lfm2(header: Header, prefix: str) -> Config:
+    if "output.weight" in header.tensors:
+        raise ModelError(f"{header.name} has a tensor output.weight, which mlx-lm's lfm2 has not")
+    counts = header.integers(f"{prefix}.attention.head_count_kv")
+    hidden = header.integer(f"{prefix}.embedding_length")
+    return {
+        "norm_eps": header.number(f"{prefix}.attention.layer_norm_rms_epsilon"),
+        "conv_bias": _has(header, "shortconv.conv.bias"),
+        "conv_L_cache": header.integer(f"{prefix}.shortconv.l_cache"),
+        "block_dim": hidden,
+        "block_ff_dim": header.integer(f"{prefix}.feed_forward_length"),
+        "block_multiple_of": 1,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": ["full_attention" if count else "conv" for count in counts],
+    }
+
+
+def _qwen35(header: Header, prefix: str) -> Config:
+    head = header.integer(f"{prefix}.attention.key_length")
+    values = header.integer(f"{prefix}.ssm.time_step_rank")
+    inner, keys = (
+        header.integer(f"{prefix}.ssm.inner_size"),
+        header.integer(f"{prefix}.ssm.group_count"),
+    )
+    if not values or not keys or values % keys or inner % values:
+        raise ModelError(
+            f"{header.name}: {values:,} value heads of {inner:,} numbers on {keys:,} key heads are "
+            f"no model"
+        )
+    return {
+        "linear_num_value_heads": values,
+        "linear_num_key_heads": keys,
+        "linear_key_head_dim": header.integer(f"{prefix}.ssm.state_size"),
+        "linear_value_head_dim": inner // values,
+        "linear_conv_kernel_dim": header.integer(f"{prefix}.ssm.conv_kernel"),
+        "full_attention_interval": header.integer(f"{prefix}.full_attention_interval", 4),
+        "rope_parameters": {
+            "type": "default",
+            "rope_theta": header.number(f"{prefix}.rope.freq_base", 10_000.0),
+            "partial_rotary_factor": header.integer(f"{prefix}.rope.dimension_count", head) / head,
+        },
+    }
+
+
+def _qwen35moe(header: Header, prefix: str) -> Config:
+    return {
+        **_qwen35(header, prefix),
+        **_qwen3moe(header, prefix),
+        "shared_expert_intermediate_size": header.integer(
+            f"{prefix}.expert_shared_feed_forward_length"
+        ),
+    }
+
+
+def _gpt_oss(header: Header, prefix: str) -> Config:
+    return {
+        "num_local_experts": header.integer(f"{prefix}.expert_count"),
+        "num_experts_per_tok": header.integer(f"{prefix}.expert_used_count"),
+        "intermediate_size": header.integer(f"{prefix}.expert_feed_forward_length"),
+        "sliding_window": header.integer(f"{prefix}.attention.sliding_window"),
+        "layer_types": [
+            "full_attention" if number % 2 else "sliding_attention"
+            for number in range(layer_count(header))
+        ],
+    }
+
+
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", _llama, interleaved=True),
     "qwen2": Architecture("qwen2", lambda header, prefix: {}),
@@ -392,5 +606,15 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma2": Architecture("gemma2", _gemma2, _GEMMA, norm_offset=1.0),
     "gemma3": Architecture("gemma3_text", _gemma3, _GEMMA, norm_offset=1.0),
     "phi3": Architecture("phi3", _phi3, _PHI),
+    "granite": Architecture("granite", _granite, interleaved=True),
+    "glm4": Architecture("glm4", _glm4, _GLM4, scales_rope=False),
+    "lfm2": Architecture("lfm2", _lfm2, _LFM2, scales_rope=False),
+    "qwen35": Architecture(
+        "qwen3_5", _qwen35, _QWEN35, prefix="language_model.", scales_rope=False
+    ),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe", _qwen35moe, _QWEN35, prefix="language_model.", scales_rope=False
+    ),
+    "gpt-oss": Architecture("gpt_oss", _gpt_oss, _GPT_OSS),
 }
 """Supported architectures by name in the file; llama includes Mistral and SmolLM."""

@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from penstock.errors import ModelError
-from penstock.plugins.gguf.header import GROUP, TensorInfo
+from penstock.plugins.gguf.header import FLOAT4, GROUP, TensorInfo
 
 Bytes: TypeAlias = np.ndarray[Any, Any]
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
@@ -44,8 +44,31 @@ class AffineCodes:
     def rows(self, order: mx.array) -> AffineCodes:
         return AffineCodes(self.weight[order], self.scales[order], self.biases[order], self.bits)
 
+    def groups(self, order: mx.array) -> AffineCodes:
+        """Return the codes with groups of columns in another order."""
+        words = self.weight.reshape(*self.scales.shape, self.bits)[..., order, :]
+        weight = words.reshape(self.weight.shape)
+        return AffineCodes(weight, self.scales[..., order], self.biases[..., order], self.bits)
 
-def read(tensor: TensorInfo, *, float32: bool = False) -> mx.array | AffineCodes:
+
+@dataclass(frozen=True, slots=True)
+class FloatCodes:
+    """Quantized matrix in MLX's mxfp4 format: 32 floats of 4 bits, and a power of two."""
+
+    weight: mx.array
+    scales: mx.array
+
+    def dequantized(self) -> mx.array:
+        codes: mx.array = mx.dequantize(
+            self.weight, self.scales, group_size=GROUP, bits=4, mode="mxfp4", dtype=mx.float32
+        )
+        return codes
+
+    def rows(self, order: mx.array) -> FloatCodes:
+        return FloatCodes(self.weight[order], self.scales[order])
+
+
+def read(tensor: TensorInfo, *, float32: bool = False) -> mx.array | AffineCodes | FloatCodes:
     """Read one tensor; with `float32`, tensors to be dequantized anyway are read as float32."""
     raw = np.memmap(tensor.file, np.uint8, "r", tensor.offset, (tensor.nbytes,))
     form, bits = tensor.form.name, tensor.form.bits
@@ -54,6 +77,11 @@ def read(tensor: TensorInfo, *, float32: bool = False) -> mx.array | AffineCodes
     if form in _DENSE:
         return mx.array(raw.view(_DENSE[form]).reshape(tensor.shape))
     assert bits is not None
+    if form == FLOAT4:
+        blocks = raw.reshape(-1, tensor.form.block_bytes)
+        words = _packed(_nibbles(blocks[:, 1:]), bits)
+        shape = (*tensor.shape[:-1], -1)
+        return FloatCodes(mx.array(words.reshape(shape)), mx.array(blocks[:, 0].reshape(shape)))
     if form in _AFFINE:
         codes, scales, biases = _AFFINE[form](raw.reshape(-1, tensor.form.block_bytes))
         rows = tensor.shape[:-1]

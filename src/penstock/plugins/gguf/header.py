@@ -52,6 +52,8 @@ class Form:
 
 GROUP = 32
 """Group size of MLX's codes."""
+FLOAT4 = "MXFP4"
+"""Name of the format whose codes are floats of 4 bits."""
 FORMS = {
     0: Form("F32", 1, 4),
     1: Form("F16", 1, 2),
@@ -66,6 +68,7 @@ FORMS = {
     13: Form("Q5_K", 256, 176, 5),
     14: Form("Q6_K", 256, 210, 8, is_exact=False),
     30: Form("BF16", 1, 2),
+    39: Form(FLOAT4, 32, 17, 4),
 }
 """Supported formats by number in the file."""
 
@@ -113,6 +116,16 @@ class Header:
         if isinstance(value, bool) or value < 0:
             raise ModelError(f"{self.name}: {key} is {value}, which is not a count")
         return int(value)
+
+    def integers(self, key: str) -> list[int]:
+        """Return the integers of a key, one a layer; raises ModelError if missing or invalid."""
+        value = self.get(key, (int, np.ndarray))
+        if not isinstance(value, np.ndarray):
+            layers = self.integer(f"{self.metadata['general.architecture']}.block_count")
+            return [self.integer(key)] * min(layers, MAX_TENSORS)
+        if value.dtype.kind not in "iu" or len(value) > MAX_TENSORS or (value < 0).any():
+            raise ModelError(f"{self.name}: {key} is not one count for each layer")
+        return [int(count) for count in value]
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a finite number, or `default`; raises ModelError if missing or invalid."""

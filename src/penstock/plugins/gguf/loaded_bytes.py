@@ -7,19 +7,24 @@ from math import prod
 
 from penstock.memory.reading import OUTSIDE
 from penstock.memory.sizes import packed_matrix_bytes
-from penstock.plugins.gguf.architectures import ROPE_TENSORS
-from penstock.plugins.gguf.header import GROUP, Header, TensorInfo
+from penstock.plugins.gguf.architectures import is_read
+from penstock.plugins.gguf.header import FLOAT4, GROUP, Header, TensorInfo
 
 _WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4}
-_HALF_SCALES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q6_K")
+_HALF_SCALES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q6_K", FLOAT4)
 """Forms whose scales and offsets float16 holds exactly."""
-_SYMMETRIC = ("Q4_0", "Q5_0", "Q8_0")
+_SYMMETRIC = ("Q4_0", "Q5_0", "Q8_0", FLOAT4)
 """Forms whose offsets follow from their scales."""
 _NAMES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 
 
 def activation_dtype(header: Header) -> str:
-    """Return the dtype of activations: float16 with codes, else that of the largest matrix."""
+    """Return the dtype of activations: float16 with codes, else that of the largest matrix.
+
+    Activations of models in MXFP4 do not fit into float16; theirs are bfloat16.
+    """
+    if any(tensor.form.name == FLOAT4 for tensor in model_tensors(header)):
+        return "bfloat16"
     if any(tensor.form.bits for tensor in model_tensors(header)):
         return "float16"
     largest = max(model_tensors(header), key=lambda tensor: tensor.nbytes)
@@ -52,7 +57,7 @@ def packed_bytes(header: Header) -> int | None:
 
 
 def model_tensors(header: Header) -> list[TensorInfo]:
-    return [x for x in header.tensors.values() if x.name not in ROPE_TENSORS]
+    return [x for x in header.tensors.values() if is_read(header, x.name)]
 
 
 def bytes_by_kind(header: Header, *, float32: bool) -> dict[str, int]:
@@ -71,5 +76,7 @@ def bytes_by_kind(header: Header, *, float32: bool) -> dict[str, int]:
 def _bytes(tensor: TensorInfo, dtype: str) -> tuple[int, int]:
     numbers, width, bits = prod(tensor.shape), _WIDTHS[dtype], tensor.form.bits
     if bits is None:
-        return numbers * width, 0
+        return numbers * (4 if tensor.name.endswith(".ssm_a") else width), 0
+    if tensor.form.name == FLOAT4:
+        return 0, numbers // 8 * bits + numbers // GROUP
     return numbers // GROUP * 2 * width, numbers // 8 * bits

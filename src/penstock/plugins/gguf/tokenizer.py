@@ -70,7 +70,7 @@ SPLITS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("gigachat", "a.x-4.0", "mellum", "granite-docling"), (_GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (_DIGIT, _GPT2)),
     **dict.fromkeys(("exaone", "minerva-7b", "mellum2"), (_DIGIT, _GPT2)),
-    **dict.fromkeys((*_LLAMA3_NAMES, "dbrx", "smaug-bpe"), (_LLAMA3,)),
+    **dict.fromkeys((*_LLAMA3_NAMES, "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
     **dict.fromkeys(
         ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "kormo", "hunyuan"), (_QWEN2,)
     ),

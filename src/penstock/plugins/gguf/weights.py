@@ -13,14 +13,16 @@ import mlx.core as mx
 
 from penstock.errors import ModelError
 from penstock.plugins.gguf import architectures, blocks
-from penstock.plugins.gguf.header import GROUP, Header
+from penstock.plugins.gguf.header import FLOAT4, GROUP, Header
 from penstock.plugins.gguf.loaded_bytes import model_tensors
 from penstock.plugins.gguf.tokenizer import write_tokenizer
 from penstock.plurals import counted
 
-Weight: TypeAlias = mx.array | blocks.AffineCodes
+Weight: TypeAlias = mx.array | blocks.AffineCodes | blocks.FloatCodes
 
 NORM = "norm.weight"
+FLOAT32 = ".A_log"
+"""Name of arrays that stay in float32."""
 MEASURED_TENSORS = 2
 """Number of tensors per format whose error is measured."""
 
@@ -71,11 +73,47 @@ def weights(
             value = _straightened(value, rotated)
         if name.endswith(NORM) and kind.norm_offset:
             value = _dense(value) - kind.norm_offset
+        if "linear_num_key_heads" in config:
+            value = _qwen35(tensor.name, value, config)
+        if name.endswith("conv.weight") or name.endswith("conv1d.weight"):
+            value = _dense(value)[..., None]  # a column a channel, as MLX's convolutions have them
         for suffix, array in _parts(value, name, number_type, float32=float32):
-            if half_scales and suffix.endswith((".scales", ".biases")):
+            is_side = suffix.endswith((".scales", ".biases")) and array.dtype == number_type
+            if half_scales and is_side:
                 array = _in_half(array)
             mx.eval(array)
             yield suffix, array
+
+
+def _qwen35(name: str, value: Weight, config: dict[str, Any]) -> Weight:
+    """Return a tensor of a recurrent layer with its value heads in the order of mlx-lm.
+
+    The file has the first value head of each key head, then the second ones; mlx-lm has all of a
+    key head together. `ssm_a` is minus the exponential of mlx-lm's array.
+    """
+    part = name.split(".")[2] if name.startswith("blk.") else ""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    size = config["linear_value_head_dim"]
+    heads = mx.arange(values).reshape(-1, keys).swapaxes(0, 1).reshape(-1)
+    numbers = (heads[:, None] * size + mx.arange(size)).reshape(-1)
+    before = 2 * keys * config["linear_key_head_dim"]
+    if part in ("attn_qkv", "ssm_conv1d"):
+        return _in_rows(value, mx.concatenate([mx.arange(before), before + numbers]))
+    if part == "attn_gate":
+        return _in_rows(value, numbers)
+    if part in ("ssm_alpha", "ssm_beta", "ssm_dt"):
+        return _in_rows(value, heads)
+    if part == "ssm_a":
+        return mx.log(-_dense(value))[heads]
+    if part == "ffn_gate_inp_shexp":
+        return _dense(value).reshape(1, -1)
+    if part != "ssm_out":
+        return value
+    if isinstance(value, mx.array):
+        return value[:, numbers]
+    if size % GROUP or isinstance(value, blocks.FloatCodes):
+        raise ModelError(f"{name} cannot be read in heads of {size:,} numbers in such codes")
+    return value.groups(numbers[::GROUP] // GROUP)
 
 
 def _in_half(numbers: mx.array) -> mx.array:
@@ -100,14 +138,21 @@ def _quantization(header: Header) -> dict[str, Any]:
     """Return mlx-lm's `quantization` config of each quantized module; empty without any."""
     kind = architectures.architecture(header)
     forms = {
-        str(architectures.module_of(kind, tensor.name)).removesuffix(".weight"): bits
-        for tensor in header.tensors.values()
-        if (bits := tensor.form.bits) is not None
+        str(architectures.module_of(kind, tensor.name)).removesuffix(".weight"): tensor.form
+        for tensor in model_tensors(header)
+        if tensor.form.bits is not None
     }
     if not forms:
         return {}
-    common = {"group_size": GROUP, "bits": min(forms.values()), "mode": "affine"}
-    return {**common, **{name: {**common, "bits": bits} for name, bits in forms.items()}}
+    codings = {
+        name: {
+            "group_size": GROUP,
+            "bits": form.bits,
+            "mode": "mxfp4" if form.name == FLOAT4 else "affine",
+        }
+        for name, form in forms.items()
+    }
+    return {**min(codings.values(), key=lambda coding: str(coding)), **codings}
 
 
 def _straightened(value: Weight, heads: int) -> Weight:
@@ -116,22 +161,29 @@ def _straightened(value: Weight, heads: int) -> Weight:
     The file interleaves the pairs that RoPE rotates; Hugging Face has the first halves of all pairs
     first.
     """
-    rows = (value.weight if isinstance(value, blocks.AffineCodes) else value).shape[0]
-    order = mx.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
-    return value.rows(order) if isinstance(value, blocks.AffineCodes) else value[order]
+    rows = (value if isinstance(value, mx.array) else value.weight).shape[0]
+    return _in_rows(value, mx.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1))
+
+
+def _in_rows(value: Weight, order: mx.array) -> Weight:
+    return value[order] if isinstance(value, mx.array) else value.rows(order)
 
 
 def _dense(value: Weight) -> mx.array:
-    return value.dequantized() if isinstance(value, blocks.AffineCodes) else value
+    return value if isinstance(value, mx.array) else value.dequantized()
 
 
 def _parts(
     value: Weight, name: str, dtype: mx.Dtype, *, float32: bool
 ) -> Iterator[tuple[str, mx.array]]:
-    if float32 or not isinstance(value, blocks.AffineCodes):
-        yield name, _dense(value).astype(dtype)
+    if float32 or isinstance(value, mx.array):
+        yield name, _dense(value).astype(mx.float32 if name.endswith(FLOAT32) else dtype)
         return
     stem = name.removesuffix(".weight")
+    if isinstance(value, blocks.FloatCodes):
+        yield f"{stem}.weight", value.weight
+        yield f"{stem}.scales", value.scales
+        return
     coded = replace(value, scales=value.scales.astype(dtype), biases=value.biases.astype(dtype))
     yield f"{stem}.weight", coded.weight
     yield f"{stem}.scales", coded.scales
