@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from engine_faults import model_of
 from spilled_engine import spilling_of
 from test_attend import LONG, OTHER, SMALL, answers, prompt, running
+from threadpoolctl import threadpool_info
 from tiny_families import build
 
 from penstock.attention import devices
@@ -29,7 +31,7 @@ from penstock.plugins.cpu.cpu_backend import CPUBackend
 from penstock.recall import MODEL_PATH
 from penstock_bench.recall import dialogue
 
-CHOICE: dict[str, Any] = {"attend_tokens": 128, "attend_prompt": 128}
+CHOICE: dict[str, Any] = {"attend_tokens": 128, "attend_prompt": 128, "block_size": 32}
 SCALE = 0.125
 
 
@@ -76,6 +78,24 @@ class Chunk:
         return np.array(read)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Accelerate has no such limit")
+def test_two_threads_of_a_group_share_no_threaded_blas() -> None:
+    if not isinstance(devices.current(), CPUBackend):
+        pytest.skip("a GPU reads")
+
+    class Watched(CPUBackend):
+        def divide(self, function: Any, tasks: Any, meanwhile: Any = None) -> Any:
+            libraries = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
+            limits.append(max(pool["num_threads"] for pool in libraries))
+            return super().divide(function, tasks, meanwhile)
+
+    limits: list[int] = []
+    before = max(p["num_threads"] for p in threadpool_info() if p["user_api"] == "blas")
+    Chunk([700], kv_heads=2, repeats=2, tokens=64).read(Watched(), 256)
+    assert limits and limits[0] == 1
+    assert before == max(p["num_threads"] for p in threadpool_info() if p["user_api"] == "blas")
+
+
 @pytest.mark.parametrize("sunk", [False, True])
 @pytest.mark.parametrize("lengths", [[700], [256, 100, 344]])
 def test_devices_read_same_tokens_of_chunk(lengths: list[int], sunk: bool) -> None:
@@ -94,7 +114,7 @@ def test_devices_read_same_tokens_of_chunk(lengths: list[int], sunk: bool) -> No
 def test_text_is_that_of_reading_all_up_to_n_tokens() -> None:
     with running() as core:
         expected = answers(core, LONG, OTHER)
-    with running(attend_tokens=512, attend_prompt=512) as core:
+    with running(**{**CHOICE, "attend_tokens": 512, "attend_prompt": 512}) as core:
         assert answers(core, LONG, OTHER) == expected
 
 
@@ -148,6 +168,7 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     for settings, what in (
         ({"attend_prompt": 256}, "attend_tokens"),
         ({**spilled, "attend_prompt": 512}, "at most as many"),
+        ({**CHOICE, "block_size": 48}, "block_size 48 is not a multiple of 32"),
     ):
         with pytest.raises(SettingError, match=what):
             Core(model_of("llama"), **{**SMALL, **settings})

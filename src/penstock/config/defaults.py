@@ -13,6 +13,8 @@ PREFILL_CHUNK = 512
 LEAST_ATTEND_TOKENS = 128
 """Minimum of `--attend-tokens`: the first, the recent and some selected tokens."""
 ATTEND_BLOCK_TOKENS = 16
+ATTEND_GROUP_TOKENS = 32
+"""Positions of a prompt that share a choice; chunks that cut them would choose otherwise."""
 MAX_STALL_MS = 200
 """Maximum milliseconds of prefill between two decode steps: at least five tokens per second."""
 MIN_QUANTIZE_TOKENS = 256

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from penstock.config.defaults import (
     ATTEND_BLOCK_TOKENS,
+    ATTEND_GROUP_TOKENS,
     BLOCK_SIZE,
     EMBEDDED_LIMIT,
     KEEP,
@@ -318,6 +319,11 @@ class EngineSettings(Settings):
                     "attend_full_layers (--attend-full-layers) says which layers read more than "
                     "attend_tokens (--attend-tokens), which is not set; set both or neither"
                 )
+        if self.attend_prompt is not None and self.block_size % ATTEND_GROUP_TOKENS:
+            raise ValueError(
+                f"attend_prompt (--attend-prompt): block_size {self.block_size} is not a multiple "
+                f"of {ATTEND_GROUP_TOKENS}, the positions of a prompt that share a choice; use one"
+            )
         return self
 
     @model_validator(mode="after")

@@ -18,11 +18,12 @@ from penstock.attention.selection.choice_blocks import ASKING
 from penstock.attention.selection.selected_reads import GroupReads, StepMemory
 from penstock.attention.selection.selection import Selection
 from penstock.attention.span_attention import AttentionWindow
+from penstock.config.defaults import ATTEND_GROUP_TOKENS
 
 if TYPE_CHECKING:
     from penstock.attention.attention_backend import AttentionBackend
 
-GROUP_TOKENS = 32
+GROUP_TOKENS = ATTEND_GROUP_TOKENS
 """Number of positions whose queries share a choice; groups begin at multiples of it."""
 
 

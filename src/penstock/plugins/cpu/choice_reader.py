@@ -26,6 +26,7 @@ from penstock.attention.selection.selected_reads import (
 from penstock.attention.selection.selection import Selection, halves
 from penstock.attention.selection.spilled_reads import Located, held_for
 from penstock.attention.span_attention import LOG2_E, Partial
+from penstock.blas import one_thread
 from penstock.kv.codecs.coded import Coded
 from penstock.kv.codecs.spilled import Spilled
 from penstock.kv.columns import Side
@@ -116,7 +117,8 @@ class LoopReader(ChoiceReader):
                 sinks = np.repeat(sinks, queries.shape[1] // sinks.shape[1], axis=1)
             return _ChosenBlocks(query, self._choose(query), own.sinks(sinks))
 
-        choices = self.ops.divide(choose, parts)
+        with one_thread():  # or both threads would wait for those of BLAS
+            choices = self.ops.divide(choose, parts)
         located = [choice.located(self.loops) for choice in choices] if spans.is_spilled else []
         with held_for([row], located, layer) if located else nullcontext([None] * 2) as there:
             pairs = list(zip(choices, parts, there, strict=False))
