@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.errors import PenstockError
 from penstock_bench import million
 
 LOAD = million.MillionLoad(
@@ -21,16 +28,49 @@ LOAD = million.MillionLoad(
 )
 
 
+TOLD = list[tuple[str, int, int]]()
+
+
 @pytest.fixture(scope="module")
 def measured() -> Any:
-    return million.measure(LOAD)
+    return million.measure(LOAD, lambda *told: TOLD.append(told))
 
 
 def test_facts_of_beginning_are_known_within_planned_memory(measured: Any) -> None:
     assert measured.met and measured.penstock["known"] == 4
     assert [row["tokens"] for row in measured.raw["rows"]] == [2_000, 4_000]
     assert all(len(row["step_ms"]) == 4 for row in measured.raw["rows"])
-    assert max(measured.penstock[name] for name in ("most_bytes", "planned_bytes")) <= 200_000_000
+    assert measured.penstock["most_bytes"] <= measured.penstock["planned_bytes"] <= 200_000_000
+    assert 0 < measured.penstock["mlx_bytes"] < measured.penstock["resident_bytes"]
+
+
+def test_progress_is_told_with_each_chunk(measured: Any) -> None:
+    read = [done for what, done, of in TOLD if what == "reading 4,000 tokens" and of == 4_000]
+    assert len(read) > 7 and sorted(read) == read and read[0] < 2_500 < 3_500 < read[-1]
+
+
+def test_request_that_fails_ends_the_bench_with_its_reason() -> None:
+    with pytest.raises(PenstockError, match="can never fit in the limit of 20"):
+        million.measure(replace(LOAD, memory_limit="20MB"))
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+def test_bench_ended_by_a_signal_says_so_and_leaves_no_files(
+    tmp_path: Path, sent: signal.Signals
+) -> None:
+    words = [sys.executable, "-m", "penstock", "bench", "million", "--tokens", "32000"]
+    where = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(words, env=where, stderr=subprocess.PIPE, text=True) as bench:
+        until = time.monotonic() + 60
+        while not any(tmp_path.rglob("*.safetensors")) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert any(tmp_path.rglob("*.safetensors"))
+        bench.send_signal(sent)
+        assert bench.stderr is not None
+        said = bench.stderr.read()
+    assert bench.returncode == 128 + sent
+    assert f"ended by {sent.name} at reading 32,000 tokens" in said
+    assert not any(tmp_path.iterdir())
 
 
 def test_report_misses_goals_beyond_limit_or_bound(measured: Any) -> None:

@@ -7,7 +7,9 @@ it is asked for the facts. Its memory is planned before, and looked at in every 
 
 from __future__ import annotations
 
+import resource
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,8 +17,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import mlx.core as mx
+
 from penstock.engine.core import Core
+from penstock.engine.handle import Handle
 from penstock.engine.request import Request
+from penstock.errors import EngineStopped
 from penstock.memory.sizes import format_bytes, parse_bytes
 from penstock.models.loading import load
 from penstock.models.mlx_lm import render
@@ -54,23 +60,50 @@ class MillionLoad:
 
 @dataclass(slots=True)
 class HeldWatch:
-    """Steps an engine, and keeps the most bytes of its account."""
+    """Steps an engine, tells how far it is, and keeps the most bytes of its account."""
 
     core: Core
+    longest: int
+    """Tokens of the longest prompt."""
+    notify: Notify
     most_bytes: int = 0
+    seconds: float = 0.0
+    """Time in steps so far."""
+    cpu_seconds: float = 0.0
 
-    def step(self) -> bool:
+    def step(self, handle: Handle) -> bool:
+        began, cpu_began = time.perf_counter(), time.process_time()
         stepped = self.core.step()
-        self.note()
+        self.seconds += time.perf_counter() - began
+        self.cpu_seconds += time.process_time() - cpu_began
+        self.most_bytes = max(self.most_bytes, self.core.view.stats().used_bytes)
+        if handle.progress is not None and not handle.progress.done:
+            done, of = handle.progress.done_tokens, handle.progress.prompt_tokens
+            self.notify(f"reading {counted(of, 'token')}", done, self.longest)
         return stepped
 
-    def note(self) -> None:
-        self.most_bytes = max(self.most_bytes, self.core.view.stats().used_bytes)
+    def until(self, handle: Handle, answered: int) -> None:
+        """Step until an answer has that many tokens.
 
-    def until(self, generated: int) -> None:
-        while self.core.view.stats().generated_tokens < generated:
-            if not self.step():
-                raise AssertionError("the engine has nothing to do")
+        Raises:
+            PenstockError: the request failed, or nothing is left to do for it.
+        """
+        while True:
+            handle.events()
+            (choice,) = handle.choices
+            if choice.finish is not None and choice.finish.error is not None:
+                raise choice.finish.error
+            if len(choice.tokens) >= answered:
+                return
+            if not self.step(handle) and not handle.unread:
+                length = counted(len(handle.request.prompt), "token")
+                answer = f"token {len(choice.tokens)} behind {length}"
+                raise EngineStopped(f"the engine has nothing left to do at {answer}")
+
+    def end(self, handle: Handle) -> None:
+        """Step until there is nothing to do."""
+        while self.step(handle):
+            pass
 
 
 def measure(load_: MillionLoad, notify: Notify = lambda *_: None) -> Report:
@@ -97,12 +130,16 @@ def measure(load_: MillionLoad, notify: Notify = lambda *_: None) -> Report:
             memory_limit=load_.memory_limit,
             prefill_chunk=load_.prefill_chunk,
         )
-        watch = HeldWatch(core)
+        watch = HeldWatch(core, longest, notify)
         try:
-            sums = core.view.sequence_bytes(longest)
+            most_tokens = max(
+                longest + WARM_STEPS + load_.steps + 1,
+                *(len(tokens) + len(end) + ANSWER_TOKENS for end in ends),
+            )
+            sums = core.view.sequence_bytes(most_tokens)
             fixed_bytes = core.view.stats().used_bytes  # nothing is cached yet
             planned = fixed_bytes + sums.per_sequence + sums.shared
-            rows = [_at(watch, tokens[:length], load_, notify) for length in load_.lengths]
+            rows = [_at(watch, tokens[:length], load_) for length in load_.lengths]
             known = []
             for number, (end, question) in enumerate(zip(ends, talk.questions, strict=True)):
                 notify("asking", number, len(ends))
@@ -114,43 +151,47 @@ def measure(load_: MillionLoad, notify: Notify = lambda *_: None) -> Report:
     return report(load_, rows, known, planned, watch.most_bytes, lost)
 
 
-def _at(
-    watch: HeldWatch, tokens: Sequence[int], load_: MillionLoad, notify: Notify
-) -> dict[str, Any]:
+def _at(watch: HeldWatch, tokens: Sequence[int], load_: MillionLoad) -> dict[str, Any]:
     """Read a prompt whose beginning is known, and time steps behind it."""
-    core, started = watch.core, time.perf_counter()
-    before = core.view.stats().generated_tokens
-    notify(counted(len(tokens), "token"), len(tokens), max(load_.lengths))
+    began, cpu_began = time.perf_counter(), time.process_time()
     steps = WARM_STEPS + load_.steps
     request = Request(prompt=tuple(tokens), max_tokens=steps + 1, ignore_eos=True)
-    handle = core.submit(request)
-    watch.until(before + 1)
-    first_seconds = time.perf_counter() - started
-    watch.until(before + WARM_STEPS)
-    step_ms = []
-    for _ in range(load_.steps):
-        started = time.perf_counter()
-        core.step()
-        step_ms.append(1e3 * (time.perf_counter() - started))
-        watch.note()
+    handle = watch.core.submit(request)
+    watch.until(handle, 1)
+    first, first_cpu = time.perf_counter() - began, time.process_time() - cpu_began
+    watch.until(handle, WARM_STEPS)
+    step_ms, cpu_ms = [], []
+    for answered in range(WARM_STEPS + 1, steps + 1):
+        before = watch.seconds, watch.cpu_seconds
+        watch.until(handle, answered)
+        step_ms.append(1e3 * (watch.seconds - before[0]))
+        cpu_ms.append(1e3 * (watch.cpu_seconds - before[1]))
     handle.cancel()
-    while watch.step():
-        pass
+    watch.end(handle)
     return {
         "tokens": len(tokens),
-        "first_token_seconds": first_seconds,
+        "first_token_seconds": first,
+        "first_token_cpu_seconds": first_cpu,
         "step_ms": step_ms,
-        "used_bytes": core.view.stats().used_bytes,
+        "step_cpu_ms": cpu_ms,
+        "used_bytes": watch.core.view.stats().used_bytes,
+        "mlx_bytes": mx.get_peak_memory(),
+        "resident_bytes": _most_resident(),
     }
 
 
 def _answer(watch: HeldWatch, tokenizer: Any, prompt: tuple[int, ...]) -> str:
     handle = watch.core.submit(Request(prompt=prompt, max_tokens=ANSWER_TOKENS))
-    while watch.step():
-        pass
+    watch.end(handle)
     written = handle.result(0.0)[0].tokens
     said = [token for token in written if token not in tokenizer.eos_token_ids]
     return str(tokenizer.decode(said)).strip()
+
+
+def _most_resident() -> int:
+    """Return the most bytes of this process that were in memory."""
+    unit = 1 if sys.platform == "darwin" else 1_024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def report(
@@ -165,6 +206,7 @@ def report(
     limit = parse_bytes(load_.memory_limit)
     step_ms = {row["tokens"]: statistics.median(row["step_ms"]) for row in rows}
     least = {row["tokens"]: min(row["step_ms"]) for row in rows}
+    cpu_ms = {row["tokens"]: statistics.median(row["step_cpu_ms"]) for row in rows}
     lines = [
         Line(f"{counted(tokens, 'token')}: a step", f"{ms:.1f} ms", "")
         for tokens, ms in step_ms.items()
@@ -181,6 +223,10 @@ def report(
         Line("memory, planned before", format_bytes(planned), "", within, planned <= limit)
     )
     lines.append(Line("memory, at most", format_bytes(most), "", within, most <= limit))
+    arrays, resident = rows[-1]["mlx_bytes"], rows[-1]["resident_bytes"]
+    inside = inside and arrays <= limit
+    lines.append(Line("MLX's arrays, at most", format_bytes(arrays), "", within, arrays <= limit))
+    lines.append(Line("the whole process, at most", format_bytes(resident), ""))
     share = f"{sum(known)} of {len(known)}"
     lines.append(Line("facts of the beginning known", share, "", "all", all(known)))
     return Report(
@@ -190,9 +236,12 @@ def report(
         penstock={
             "step_ms": step_ms,
             "least_step_ms": least,
+            "step_cpu_ms": cpu_ms,
             "first_token_seconds": {row["tokens"]: row["first_token_seconds"] for row in rows},
             "planned_bytes": planned,
             "most_bytes": most,
+            "mlx_bytes": arrays,
+            "resident_bytes": resident,
             "known": sum(known),
             "asked": len(known),
             "lost_blocks": lost,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -158,13 +159,38 @@ def progress_bar(first: str) -> Iterator[Notify]:
     """
     console = Console(stderr=True)
     if not console.is_interactive:
-        yield ProgressLines(lambda line: print(line, file=sys.stderr, flush=True))
+        lines = ProgressLines(lambda line: print(line, file=sys.stderr, flush=True))
+        with _ended_by_signals(lines.last):
+            yield lines
         return
-    with Progress(console=console, transient=True) as progress:
+    with Progress(console=console, transient=True) as progress, _ended_by_signals():
         task = progress.add_task(first, total=None)
         yield lambda what, done, of: progress.update(
             task, description=what, completed=done, total=of
         )
+
+
+@contextmanager
+def _ended_by_signals(last: Callable[[], str] = str) -> Iterator[None]:
+    """Make SIGTERM and SIGHUP end the context with a line on stderr; its files are deleted.
+
+    Args:
+        last: returns how far the measurement is, for that line.
+    """
+
+    def leave(number: int, _: object) -> NoReturn:
+        print(f"ended by {signal.Signals(number).name}{last()}", file=sys.stderr, flush=True)
+        raise SystemExit(128 + number)
+
+    before = {sig: signal.getsignal(sig) for sig in (signal.SIGTERM, signal.SIGHUP)}
+    before = {sig: handler for sig, handler in before.items() if handler != signal.SIG_IGN}  # nohup
+    for sig in before:
+        signal.signal(sig, leave)
+    try:
+        yield
+    finally:
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
 
 
 class ProgressLines:
@@ -176,10 +202,16 @@ class ProgressLines:
         self._write = write
         self._clock = clock
         self._began = self._written = clock()
+        self._last = ""
+
+    def last(self) -> str:
+        """Return what was told last, for the line that says why it ended."""
+        return self._last
 
     def __call__(self, what: str, done: int, of: int) -> None:
         """Write a line if the last one is a minute old."""
         now = self._clock()
+        self._last = f" at {what}, {done} of {of}"
         if done == 0 or now - self._written < LINE_SECONDS:
             return
         self._written = now
