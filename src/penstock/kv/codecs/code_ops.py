@@ -6,11 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 import mlx.core as mx
 
-from penstock.kv.codecs.wide_codes import multiply
-
-SIGNS_AT_ONCE = 2**18
-"""Number of 1-bit codes converted to floats at a time: 1 MiB."""
-
 
 class CodeOps:
     """Operations used by codecs, in MLX operations; devices may override them."""
@@ -61,9 +56,3 @@ class CodeOps:
             group_size=group_size,
             bits=bits,
         )
-
-    def multiply_signs(self, x: mx.array, codes: mx.array, levels: mx.array) -> mx.array:
-        """Multiply x (heads, m, n) by signs (heads, rows, n / 32) times `levels` (heads, rows)."""
-        steps, x = 2 * mx.expand_dims(levels, -1), x.astype(mx.float32)
-        parts = x, codes, steps, -steps / 2
-        return multiply(*parts, transpose=True, bits=1, at_once=SIGNS_AT_ONCE)

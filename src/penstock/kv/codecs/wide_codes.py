@@ -11,10 +11,9 @@ from math import gcd
 
 import mlx.core as mx
 
-ALONG_FROM = {1: 1, 2: 3, 3: 3, 4: 2, 5: 4, 6: 3, 8: 1}
-"""Minimum rows from which a product along codes is faster with floats, by bits. MLX has no 1-bit
-kernel."""
-ACROSS_FROM = {1: 1, 2: 3, 3: 3, 4: 5, 5: 3, 6: 5, 8: 5}
+ALONG_FROM = {2: 3, 3: 3, 4: 2, 5: 4, 6: 3, 8: 1}
+"""Minimum rows from which a product along codes is faster with floats, by bits."""
+ACROSS_FROM = {2: 3, 3: 3, 4: 5, 5: 3, 6: 5, 8: 5}
 """Minimum rows from which a product across codes is faster with floats, by bits."""
 BUFFERS = 5
 """Floats alive at once, relative to the floats multiplied together; 4.4 measured, because MLX works
