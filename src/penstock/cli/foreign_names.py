@@ -39,15 +39,6 @@ class ForeignFlag:
     def _with(self, value: str) -> str:
         return f"{self.ours} {value}" if self.meaning == "same" else self.ours
 
-    def row(self) -> str:
-        names = ", ".join(f"`{name}`" for name in self.names)
-        here = self.ours.format("...")
-        here = f"`{here}`" if self.meaning == "same" else here
-        taken = "yes"
-        if self.meaning == "other":
-            taken = f"only {', '.join(self.harmless)}" if self.harmless else "no: an error"
-        return f"| {names} | {', '.join(self.programs)} | {here} | {taken} |"
-
 
 _TABLE = """
 same | --model -m | MODEL | mlx-lm, vLLM, llama.cpp
@@ -171,18 +162,6 @@ FOREIGN_VARIABLES: Mapping[str, tuple[str, str]] = {
     "PENSTOCK_MEMORY_THRESHOLD": ("EXO_MEMORY_THRESHOLD", "exo")
 }
 """Environment variables of penstock, with those of other programs with the same meaning."""
-FOREIGN_CONSTANTS = (
-    ("`MAX_KV_SIZE`", "exo", "`--max-kv-size`; a constant of exo's source, 3,200 tokens"),
-    ("`KEEP_KV_SIZE`", "exo", "`--keep-kv-size`; a constant of exo's source, 1,600 tokens"),
-    ("`TinyKvFullCache`", "Tiny-LLM", "`penstock.KVCache`"),
-    ("`BatchingKvCache`", "Tiny-LLM", "`penstock.KVCacheManager`, or the engine"),
-    ("`max_active_requests`", "Tiny-LLM", "`max_batch_size`"),
-    ("`max_seq_len`", "Tiny-LLM", "`max_kv_size`"),
-    ("`rewind`", "Tiny-LLM", "`trim`"),
-    ("`prefill_step`", "Tiny-LLM", "`prefill_chunk`"),
-    ("`page_size`, page", "Tiny-LLM", "`block_size`, block"),
-)
-"""Names in other programs' source code, with their counterparts here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,25 +256,3 @@ def _variable_notes(
         is_given = any(word.partition("=")[0] == flag for word in words)
         if flag in known and not is_given and not environment.get(ours) and environment.get(theirs):
             yield f"{theirs} is a variable of {program}; here it is {ours}, or {flag}"
-
-
-def foreign_table() -> str:
-    lines = [
-        "| flag | of | here | taken |",
-        "|---|---|---|---|",
-        *(flag.row() for flag in FOREIGN_FLAGS),
-        *(
-            f"| `{flag} {theirs}` | {VLLM}, {VLLM_MLX} | `{flag} {ours}` | yes |"
-            for flag, values in FOREIGN_VALUES.items()
-            for theirs, ours in values.items()
-        ),
-        "",
-        "| name | of | here |",
-        "|---|---|---|",
-        *(
-            f"| `{name}` | {program} | `{ours}`, taken with one line |"
-            for ours, (name, program) in FOREIGN_VARIABLES.items()
-        ),
-        *(f"| {name} | {program} | {here} |" for name, program, here in FOREIGN_CONSTANTS),
-    ]
-    return "\n".join(lines) + "\n"

@@ -52,9 +52,6 @@ ModelSource: TypeAlias = Annotated[
     ),
 ]
 DraftModel: TypeAlias = Annotated[dict[str, Any], Fields(config.EngineSettings, "draft_model")]
-EngineSize: TypeAlias = Annotated[
-    dict[str, Any], Fields(config.EngineSettings, "memory_limit", "block_size")
-]
 LOCAL_FIELDS = (
     "memory_limit",
     "max_kv_size",

@@ -19,6 +19,7 @@ from penstock.cli.settings_options import option_of, with_settings
 from penstock.memory import format_bytes
 from penstock.plurals import counted
 from penstock.recall import MODEL_PATH
+from penstock_bench.cli.bench_options import EngineSize
 
 if TYPE_CHECKING:
     from penstock_bench.crowd import Account, AgentsReport, Crowd, Figures
@@ -60,7 +61,7 @@ def agents(
     count: AgentCount = 8,
     tokens: PromptTokens = 4_000,
     *,
-    engine_size: options.EngineSize,
+    engine_size: EngineSize,
     seed: Seed = 1,
     as_json: options.Json = False,
 ) -> None:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from penstock_bench.engine_sides import EngineShape
     from penstock_bench.report import Notify, Report
 
+EngineSize: TypeAlias = Annotated[
+    dict[str, Any], Fields(config.EngineSettings, "memory_limit", "block_size")
+]
 LINE_SECONDS = 60.0
 """Seconds between two lines of progress in a log."""
 

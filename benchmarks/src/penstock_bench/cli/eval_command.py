@@ -20,7 +20,7 @@ from penstock.errors import SettingError
 from penstock.plurals import counted
 from penstock.recall import MODEL_PATH
 from penstock_bench.bench_settings import EvalSettings
-from penstock_bench.cli.bench_options import Plot, Save, finish, progress_bar
+from penstock_bench.cli.bench_options import EngineSize, Plot, Save, finish, progress_bar
 
 if TYPE_CHECKING:
     from penstock_bench.key_forms import KeyForm
@@ -144,7 +144,7 @@ def evaluate(
     attend_layers: AttendLayers = False,
     *,
     sizes: Annotated[dict[str, Any], Fields(EvalSettings, variables=False)],
-    engine_size: options.EngineSize,
+    engine_size: EngineSize,
     as_json: options.Json = False,
     save: Save = None,
     plot: Plot = None,

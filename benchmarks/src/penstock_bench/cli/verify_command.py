@@ -16,7 +16,7 @@ from penstock.cli import options
 from penstock.cli.settings_options import with_settings
 from penstock.errors import SettingError
 from penstock.recall import MODEL_PATH
-from penstock_bench.cli.bench_options import progress_bar
+from penstock_bench.cli.bench_options import EngineSize, progress_bar
 from penstock_bench.recall import dialogue
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def verify(
     max_tokens: MaxTokens = 32,
     tolerance: Tolerance = 0.05,
     *,
-    engine_size: options.EngineSize,
+    engine_size: EngineSize,
     as_json: options.Json = False,
 ) -> None:
     """Ask prompts cold, from memory and after a restart; compare the answers.
