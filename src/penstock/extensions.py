@@ -1,4 +1,4 @@
-"""Plug-ins: optional parts that are found by entry points and not imported by name.
+"""Plug-ins: optional parts found by entry points and not imported by name.
 
 `pyproject.toml` lists those of this package. Another package may provide its own.
 """

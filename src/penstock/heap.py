@@ -39,7 +39,7 @@ def keep_freed_memory(most_bytes: int = LEAST_KEPT_BYTES) -> bool:
     settings do not apply to glibc's others.
 
     Args:
-        most_bytes: free memory at the top of the heap that is not returned to the system;
+        most_bytes: free memory at the top of the heap not returned to the system;
             at least 64 MiB, and less than 2 GiB. The last call takes effect.
     """
     global _kept_bytes

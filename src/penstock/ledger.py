@@ -27,7 +27,7 @@ class Kind(Enum):
     GRAMMARS = "grammars"
     """Compiled grammars, including their future states."""
     FEATURES = "features"
-    """Embeddings of inputs that are no tokens, and the memory in which they are computed."""
+    """Embeddings of inputs other than tokens, and the memory in which they are computed."""
     INDEX = "index"
     """Bytes of the prefix tree itself: tokens, hashes, nodes."""
     DRAFT = "draft"

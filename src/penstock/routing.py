@@ -34,13 +34,13 @@ POLICIES: tuple[RoutingPolicy, ...] = get_args(RoutingPolicy)
 SHORT_BYTES = 4
 """Bytes of a block hash in a summary."""
 HASH_BLOCKS = 2
-"""Number of first blocks that are hashed for a prompt without a cache key."""
+"""Number of first blocks hashed for a prompt without a cache key."""
 RECENT = 256
 """Number of recent prompts whose blocks the router remembers."""
 COMMON = 16
 """Number of recent prompts from which a common block costs 1, as several replicas need it."""
 MOST_ASKED = 16
-"""Maximum number of equal replicas that are compared by load; from more, two are drawn."""
+"""Maximum number of equal replicas compared by load; from more, two are drawn."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,7 @@ def test_fetch_bounds_bytes_and_checks_redirects(server: str) -> None:
         fetch(f"{server}/away", 1_000, numbered)
 
 
-def test_silent_server_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetch_from_silent_server_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_images, "FETCH_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]

@@ -45,7 +45,7 @@ class AttentionWays(Protocol):
 
 
 class PlainOperations:
-    """Attention with plain operations only; their memory is that of the scores."""
+    """Attention with plain operations only; they need memory for the scores alone."""
 
     def attend(
         self,

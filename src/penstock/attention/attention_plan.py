@@ -189,7 +189,7 @@ def _shared_read(
 
 
 def visible_ranges(part: KVSpan, nearest: int, keep: int) -> list[tuple[int, int]]:
-    """Return the ranges of a part that are visible from `nearest` on, or among the first `keep`."""
+    """Return the visible ranges of a part, from `nearest` on, or among the first `keep`."""
     if nearest <= max(keep, part.start):
         return [(part.start, part.end)]
     spans = [(part.start, min(part.end, keep)), (max(part.start, nearest), part.end)]

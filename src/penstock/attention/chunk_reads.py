@@ -50,10 +50,10 @@ class ChunkReads(Reads):
         Args:
             position: position of the chunk's first token.
             last: whether the output of the layer's attention is never read, so never computed.
-            most_joined: maximum number of tokens before the chunk that are concatenated with it;
+            most_joined: maximum number of tokens before the chunk to concatenate with it;
                 by default any number.
             plans: what compiled attention shares among the layers of the chunk.
-            dtype: that of the keys and values that are kept; None for the model's own.
+            dtype: dtype of the stored keys and values; None for the model's own.
             selection: choice of the tokens before the chunk that it reads.
         """
         super().__init__(layer, attention_window)

@@ -37,7 +37,7 @@ class LayerCache:
     They are kept until the next update, or until the state is read, as mlx-lm does. Not part of the
     state: set it again after loading from a file."""
     carried: ClassVar[tuple[str, ...]] = ()
-    """Settings that are copied when caches are merged into a batch or extracted from one."""
+    """Settings copied when caches are merged into a batch or extracted from one."""
     _capacity: int | None = None
     _shape: tuple[Any, ...] | None = None
     _roomy: bool = False

@@ -129,8 +129,8 @@ class TurboQuantKVCache(TurboQuant):
         raw_first_tokens: number of first tokens kept in full precision, rounded up to blocks
             of 64.
         max_size: maximum number of tokens, at least 128; None means unlimited. If full, the oldest
-            64 that are not kept are dropped together. First tokens in full precision are kept.
-        keep: number of first tokens that are never dropped.
+            64 unkept ones are dropped together. First tokens in full precision are kept.
+        keep: number of first tokens never dropped.
         capacity: number of columns to allocate at once, for the tokens that the request can use.
 
     Raises:

@@ -56,7 +56,7 @@ def make_kv_cache(
             Sliding-window layers keep their own window if it is smaller. The chunks of chunked
             layers (Llama 4) are limited to it. Recurrent layers, which do not grow, are unchanged.
         keep: Number of first tokens that a full-attention layer never drops, below `max_kv_size`.
-            None means 4,096, or half of a window that is not larger.
+            None means 4,096, or half of a smaller window.
         kv_bits: Quantize keys and values to 2, 3, 4, 5, 6 or 8 bits; None does not quantize.
         capacity: Columns that the first write allocates. A number: tokens the request can use,
             prompt and answer. None, the default, starts with 256 and grows by a quarter at a

@@ -169,7 +169,7 @@ class BatchGrowing(Padded):
         self._tokens, self._pads = ints(tokens), ints(pads)
 
     def filter(self, batch_indices: Any) -> None:
-        """Keep the given rows, in that order; drop columns that are padding in all of them."""
+        """Keep the given rows, in that order; drop columns of padding in all of them."""
         rows = chosen_rows(batch_indices, len(self._tokens))
         self._choose(rows)
         spare = max(0, min(self._pads))

@@ -24,10 +24,10 @@ class LayerSource:
     tokens: int
     cut: Callable[[int, int], Layer]
     """Function that returns columns start..stop-1: views, or copies of coded columns; SettingError
-    if the codec cannot encode columns that are still raw."""
+    if the codec cannot encode columns still raw."""
     coded: bool = False
     viewed: int = 0
-    """Number of first tokens that are cut as views; later raw ones are concatenated."""
+    """Number of first tokens cut as views; later raw ones are concatenated."""
     encoded: bool = False
     """Whether some tokens are encoded already; then all after the first ones are cut as codes."""
 

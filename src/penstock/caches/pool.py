@@ -134,7 +134,7 @@ class KVCacheManager:
             k: keys in the pool's dtype, with three axes in the order of `layout`, or four with a
                 first axis of length 1.
             v: values, in the same form as `k`.
-            num_tokens: expected number of tokens n; None uses that of `k`.
+            num_tokens: expected number of tokens n; None takes it from `k`.
             layout: `heads_first` is (num_kv_heads, n, head_dim), `tokens_first` is (n,
                 num_kv_heads, head_dim). None uses the one that fits. Arrays of three axes that fit
                 both, because n is num_kv_heads, are refused. Four axes without `layout` are

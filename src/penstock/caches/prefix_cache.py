@@ -1,7 +1,7 @@
 """`PrefixCache`: KV of prompts, reused by later prompts with a common prefix.
 
 For any mlx-lm loop: `fetch` before, `store` after. Each token's KV is stored once, in a tree
-of runs of whole blocks, within a limit that is never exceeded.
+of runs of whole blocks, within a hard limit.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class PrefixCache:
         evicted; a prompt that cannot fit is refused, without evictions. The caches are only read,
         and share no memory with the copies.
 
-        States of recurrent layers are valid only after the last token that was processed. They are
+        States of recurrent layers are valid only after the last processed token. They are
         stored if its end is a multiple of the block size, where a later prompt can continue; so
         store where `prefill` does.
 
@@ -403,7 +403,7 @@ class PrefixCache:
         return Stored(stop - start, stop)
 
     def _encode_short(self, match: Match[Segment], sources: list[LayerSource], tokens: int) -> None:
-        """Encode nodes of the match that are raw because a shorter prompt stored them.
+        """Encode the match's raw nodes, stored by a shorter prompt.
 
         A node that stays raw, for lack of memory or because of large numbers, is still valid.
         """

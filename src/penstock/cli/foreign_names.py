@@ -30,7 +30,7 @@ class ForeignFlag:
     """Flag with the same effect, or an explanation; {} stands for the value."""
     has_value: bool = True
     harmless: tuple[str, ...] = ()
-    """Values that are accepted and ignored, although others are errors."""
+    """Values accepted and ignored, although others are errors."""
 
     def note(self, name: str, value: str) -> str:
         here = self.ours.format(value) if "{}" in self.ours or not value else self._with(value)

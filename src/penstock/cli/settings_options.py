@@ -5,7 +5,7 @@
     @with_settings
     def command(*, sampling: SamplingOptions, as_json: options.Json = False) -> None: ...
 
-has a flag for each field, and receives a dictionary of the fields that are set. For a different
+has a flag for each field, and receives a dictionary of the fields set. For a different
 help text, a command uses `option_of` with `words`.
 """
 

@@ -3,7 +3,7 @@
 MAX_KV_SIZE = 131_072
 """Maximum number of tokens whose keys and values a sequence holds."""
 KEEP = 4_096
-"""Number of first tokens of a sequence that are never dropped."""
+"""Number of first tokens of a sequence never dropped."""
 MAX_TOKENS = 512
 TEMPERATURE = 0.0
 MAX_BATCH_SIZE = 8

@@ -375,7 +375,7 @@ class EngineSettings(Settings):
 
     @property
     def raw_first_tokens(self) -> int:
-        """Number of first tokens of a prompt that are never encoded.
+        """Number of first tokens of a prompt never encoded.
 
         An active codec fixes a block's format before the length of the path is known, so that short
         prompts stay raw only if all prompts begin raw.

@@ -97,7 +97,7 @@ def lay_foundation(
 
 
 def too_small(ledger: Ledger, error: LedgerFull) -> NeverFits:
-    """Return the error for a memory limit that is too small for an idle engine."""
+    """Return the error for a memory limit too small for an idle engine."""
     needed, limit = ledger.used_bytes + error.needed_bytes, ledger.limit_bytes
     return NeverFits(
         f"weights, tails, the buffers of a step and the index need "

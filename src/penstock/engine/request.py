@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _OWN_SALT = re.compile(r"\0[0-9a-f]{32}\Z")
-"""Suffix of a salt that is unique to one request."""
+"""Suffix of a salt, unique to one request."""
 GREEDY_BELOW = 1e-5
 """Temperature below which decoding is greedy; division by it would overflow the logits."""
 
@@ -166,7 +166,7 @@ class Request(_RequestSettings):
 
     Ignored with a grammar, which alone decides where an answer ends."""
     silent_tokens: frozenset[TokenId] = frozenset()
-    """Tokens that are left out of an answer's text."""
+    """Tokens left out of an answer's text."""
     goes_on: bool = False
     """Whether the answer's text continues the prompt's, with its leading space. If not, the text is
     as in mlx-lm, which drops that space with some tokenizers."""
@@ -252,7 +252,7 @@ class Request(_RequestSettings):
 
     @property
     def tenant(self) -> str:
-        """Salt without the suffix that is unique to this request."""
+        """Salt without the suffix unique to this request."""
         return _OWN_SALT.sub("", self.salt)
 
     @property
@@ -292,7 +292,7 @@ class Usage:
     accepted_tokens: int = 0
     """Completion tokens that were accepted proposals, see `--speculative-tokens`."""
     rejected_tokens: int = 0
-    """Proposed tokens that were rejected."""
+    """Rejected proposed tokens."""
 
 
 Reason: TypeAlias = Literal["stop", "length", "cancelled", "timeout", "error"]

@@ -226,7 +226,7 @@ def identity(
 
 
 def kv_dtype(model: Any, limits: EngineSettings) -> mx.Dtype | None:
-    """Return the dtype in which a model's KV is kept; None for that of its activations.
+    """Return the dtype in which a model's KV is stored; None for the activations' dtype.
 
     Codes are made of what the model computes, and so is spilled KV.
     """

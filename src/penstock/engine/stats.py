@@ -108,11 +108,11 @@ class Stats:
     proposed_tokens: int
     """Tokens proposed and verified, see `--speculative-tokens`."""
     accepted_tokens: int
-    """Proposed tokens that were accepted."""
+    """Accepted proposed tokens."""
     drafted_tokens: int
     """Tokens proposed by the draft model, see `--draft-model`."""
     accepted_draft_tokens: int
-    """Tokens of the draft model that were accepted."""
+    """Accepted tokens of the draft model."""
     failed_proposals: int
     """Number of times that proposing failed and the step ran without proposals."""
     nodes: int
@@ -139,7 +139,7 @@ class Stats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of prompt tokens that were in the cache; 0 before the first."""
+        """Share of prompt tokens found in the cache; 0 before the first."""
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 

@@ -29,7 +29,7 @@ def open_stores(
         fingerprint: identity of everything but the tokens; empty to have it found.
 
     Raises:
-        LedgerFull: there is no room for the empty index, or for blocks that are being written.
+        LedgerFull: there is no room for the empty index, or for blocks being written.
         SettingError: a limit is too small for anything, or a URL names no store.
     """
     limits, runner = base.limits, base.runner

@@ -63,7 +63,7 @@ class SpilledBytes:
     tree_bytes: int
     """Bytes of the prefix tree's index for all tokens."""
     cache_bytes: int
-    """Bytes that are set aside for the cache of blocks and for reads, for all sequences."""
+    """Bytes set aside for the cache of blocks and for reads, for all sequences."""
 
 
 class EngineView:
@@ -71,7 +71,7 @@ class EngineView:
 
     Args:
         count_weights: counts the bytes of the model's weights.
-        count_features: counts the bytes of inputs that are no tokens.
+        count_features: counts the bytes of inputs other than tokens.
         decode: returns the text of tokens; empty without a tokenizer.
     """
 
@@ -314,7 +314,7 @@ class EngineView:
         return self._tiers.held_tokens(block_hashes, restoring.ASK_SECONDS)
 
     def _tier_reason(self, held_tokens: int, tier_tokens: int | None) -> str:
-        """Return the part of an explanation that is about cold tiers."""
+        """Return the explanation's part on cold tiers."""
         reason = ""
         if tier_tokens is not None and tier_tokens > held_tokens:
             where = self._tiers.where

@@ -130,7 +130,7 @@ class BlockFormats:
         self._raw = BlockFormat.of(shapes)
         self._coded = self._raw
         self._first = 0
-        """Blocks that are raw."""
+        """Raw blocks."""
         if not rule.is_raw:
             self._coded = BlockFormat.of(shapes, rule.scheme, rule.raw_layers)
             self._first = rule.first_tokens // block_size

@@ -1,4 +1,4 @@
-"""Spans of blocks: small blocks that are handled together to spread fixed costs."""
+"""Spans of blocks: small blocks handled together to spread fixed costs."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def packed_matrix_bytes(
 
 
 def enough_for(weight_bytes: int) -> str:
-    """Return a memory limit that is about enough for some weights, as a flag value.
+    """Return a memory limit about enough for some weights, as a flag value.
 
     >>> enough_for(98_000_000), enough_for(16_000_000_000)
     ('131MB', '21.4GB')

@@ -1,4 +1,4 @@
-"""`ImageReader`: where images stand in a prompt, as the model that reads them has it."""
+"""`ImageReader`: the placeholders of images in a prompt, for one model's image processor."""
 
 from __future__ import annotations
 

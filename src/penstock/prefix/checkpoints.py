@@ -80,7 +80,7 @@ class Checkpoints:
         return 0
 
     def thin(self, path: Path, tip: int) -> None:
-        """Evict checkpoints of a path that are closer together than `retained` allows."""
+        """Evict checkpoints of a path closer together than `retained` allows."""
         filed = [(node, checkpoint) for node in path for checkpoint in node.segment.checkpoints]
         places = [node.start + checkpoint.offset for node, checkpoint in filed]
         # Where branches part, every one of them begins.

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 Why: TypeAlias = Literal["limit", "pressure", "cleared", "lost"]
 """Cause of an eviction: the memory limit, memory pressure, a request to clear the cache, or the
-loss of KV that was only in a cold tier."""
+loss of KV held only in a cold tier."""
 
 CAUSES: dict[Why, str] = {
     "limit": "to stay inside the memory limit of {limit}; raise memory_limit (--memory-limit) to "

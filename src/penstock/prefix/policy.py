@@ -15,11 +15,11 @@ of its value without the common factor, which never has to be brought up to date
 A short half life approaches LRU, an infinite one LFU (LRFU, Lee et al. 2001). There are two
 extensions, both measured (docs/prefix.md):
 
-- The heat of nodes that were evicted is remembered for a while, so that a prompt that returns
+- The heat of evicted nodes is remembered for a while, so that a prompt that returns
   a little too late is known at its second visit. Small caches need this most.
 - The larger the cache, the less earlier uses count. A large cache keeps nodes for two half lives
-  after their last use, so a prompt that returns in time is found anyway. Room given to a prompt
-  that was popular once is room lost: there, the last use alone decides.
+  after their last use, so a prompt that returns in time is found anyway. Room given to a once
+  popular prompt is room lost: there, the last use alone decides.
 """
 
 from __future__ import annotations

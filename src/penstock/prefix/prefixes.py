@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 MAX_MERGE_TOKENS = 2_048
 BYTES_PER_REMEMBERED = 20_000
-"""Bytes of the memory limit per evicted node or block that is remembered, in 500 bytes."""
+"""Bytes of the memory limit per remembered evicted node or block, in 500 bytes."""
 REMEMBERED_MATCHES = 64
 """Number of cached match results, valid while the tree is unchanged."""
 

@@ -22,7 +22,7 @@ from penstock.server.prompt_memory import HOLD
 IMAGE_TYPES = ("image_url", "input_image", "image")
 """Types of content parts with an image, in the three interfaces."""
 MOST_IMAGES = 128
-"""Maximum images of a request, those of its history included."""
+"""Maximum images of a request, including its history."""
 BITMAP_COPIES = 2
 BITMAP_BYTES = 4
 """Bytes of a decoded pixel, at most."""
@@ -75,7 +75,7 @@ class Images:
     """Images of one prompt, in the order in which they are read.
 
     Args:
-        reader: the model's.
+        reader: image reader of the model.
     """
 
     reader: ImageReader

@@ -43,7 +43,7 @@ SHOWN_CHARACTERS = 80
 
 
 class ServerError(PenstockError):
-    """Error that is returned to the client."""
+    """Error returned to the client."""
 
     status = 500
     headers: Mapping[str, str] = {}

@@ -34,13 +34,13 @@ from penstock.server.templates import TemplateTraits
 Message: TypeAlias = Mapping[str, Any]
 
 STOP: ContextVar[Event | None] = ContextVar("stop", default=None)
-"""Event that is set once the client of the current request has disconnected."""
+"""Event set once the client of the current request has disconnected."""
 REWRITTEN: ContextVar[str | None] = ContextVar("rewritten", default=None)
 """First difference between the rendered history and the generated answers, or None."""
 MENDED: ContextVar[tuple[str, ...]] = ContextVar("mended", default=())
 """Changes made to the rendered conversation for the chat template."""
 TAIL_TOKENS = 64
-"""Number of tokens at a prompt's end that are searched for an open reasoning mark."""
+"""Number of tokens searched at a prompt's end for an open reasoning mark."""
 TEXT_BYTES = 200
 """Estimated bytes of a token's text, in a list and in a response."""
 TOKENS_AT_ONCE = 1_024
@@ -399,7 +399,7 @@ def last_user(messages: Sequence[Message]) -> int:
 
 
 def left_out(kind: str) -> str:
-    """Return the placeholder for a content part that is not text.
+    """Return the placeholder for a non-text content part.
 
     >>> left_out("input_image"), left_out("image_url"), left_out("document")
     ('[image left out]', '[image left out]', '[document left out]')

@@ -156,7 +156,7 @@ class RememberedAnswers:
     # ---- parts
 
     def _ends_of_answer(self, text: str, start: int, form: AnswerFormat) -> Iterator[int]:
-        """Yield the positions where an answer may end, those of end marks."""
+        """Yield the positions where an answer may end: before end marks."""
         harmony = form.call_name == HARMONY
         marks = [self._tokenizer.decode([token]) for token in self._tokenizer.eos_token_ids]
         marks += [END_OF_MESSAGE] if harmony else []

@@ -2,7 +2,7 @@
 
 Templates are programs. Some raise on a second or later system message, drop it, or move it to the
 front, which invalidates the cached prefix. Some drop the reasoning of earlier turns, which changes
-text that is already cached.
+already cached text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LATER_SYSTEMS = (
     ("system message between turns", (SYSTEM, USER, SAID, LATER, AGAIN)),
     ("system message not first", (USER, LATER, SAID, AGAIN)),
 )
-"""Conversations with a system message that is not the first message."""
+"""Conversations with a system message after the first message."""
 LEVELS = ("none", "low", "medium", "high", "xhigh")
 FOREIGN_ID, NINE_ID = "call_0aBcDeFgHiJkLmNoPq", "call00001"
 

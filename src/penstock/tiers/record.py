@@ -1,7 +1,7 @@
 """File format of a record: safetensors, with identity and checksum in the header.
 
-One xxh3 hash covers everything that is read back: names, shapes, dtypes and bytes of the arrays,
-and the header fields. A file that is corrupted, truncated, or another block's is
+One xxh3 hash covers everything read back: names, shapes, dtypes and bytes of the arrays,
+and the header fields. A corrupted or truncated file, or another block's, is
 reported as `Damaged`.
 """
 

@@ -100,7 +100,7 @@ class Store(ABC):
 
     @abstractmethod
     def _last(self, block_hashes: Sequence[bytes]) -> int:
-        """Return the number of the last record that is present, counted from 1; 0 if none."""
+        """Return the number of the last record present, counted from 1; 0 if none."""
 
     # ---- acts
 

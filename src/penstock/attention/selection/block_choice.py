@@ -1,7 +1,7 @@
 """Choice of blocks by the key index in MLX's operations: nothing is evaluated, on any device.
 
 This is the reference. Scores are sums of whole numbers (`KeyIndex.products`), so a choice does not
-depend on the rows that are scored together. Segments that several rows read are scored once.
+depend on the rows scored together. Segments that several rows read are scored once.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def block_scores(
         rows: rows with selective attention.
         queries: queries of the rows, (rows, kv_heads, m, dim), float32.
         scale: scale of the model's scores, for base e.
-        tables: rotations of blocks that were used before in this step.
+        tables: rotations of blocks used before in this step.
     """
     whole, worth = selection.index.whole_queries(queries, scale)
     parts = [list(selection.indexed(row, layer)) for row in rows]

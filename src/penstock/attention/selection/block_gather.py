@@ -145,7 +145,7 @@ def _from_runs(
 
 
 def _fetched(side: Coded, codec: Spilled, span: KVSpan, read: BlockTokens) -> mx.array:
-    """Copy blocks that were read from a tier; zeros for blocks of other spans."""
+    """Copy blocks read from a tier; zeros for blocks of other spans."""
     blocks = np.asarray(read.blocks).astype(np.int64) + FIRST_BLOCKS - span.start // BLOCK_TOKENS
     heads, numbers = np.nonzero((blocks >= 0) & (blocks < span.columns // BLOCK_TOKENS))
     columns = blocks[heads, numbers].astype(np.int32)

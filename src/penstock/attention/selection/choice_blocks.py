@@ -5,7 +5,7 @@ from __future__ import annotations
 BLOCK_TOKENS = 16
 """Number of tokens selected together."""
 FIRST_BLOCKS = 1
-"""Number of leading blocks that are always read, because many heads attend to them."""
+"""Number of leading blocks always read, because many heads attend to them."""
 ASKING = 15, 31
 """Queries of a group of a prompt's positions that the group's choice is made for."""
 HALF_NOISE = 0.0518

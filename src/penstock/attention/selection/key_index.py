@@ -2,7 +2,7 @@
 
 2 bits explain 88 % of the variance of normal values; signs alone explain 64 %. This ranks blocks by
 their best token nearly as exact keys do, with 1/28 of the bytes of float32 KV. With values in 2
-bits as well, tokens that were not selected can be read approximately; see `rest_reads`.
+bits as well, unselected tokens can be read approximately; see `rest_reads`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST_SUM = 2_730
 """Maximum sum of the whole numbers of a query: three times that, for codes up to 3, has 13 bits,
 and a size in float16 has 11, which makes the 24 of a float32."""
 PIECE_TOKENS = 256
-"""Number of tokens of one layer that are indexed together."""
+"""Number of tokens of one layer indexed together."""
 READ_TOKENS = 4_096
 """Number of tokens whose values are read from an index at a time, without compiled loops."""
 READ_BUFFERS = 6
@@ -145,7 +145,7 @@ class KeyIndex:
 
         Every sum is a multiple of half a key's size, and less than 2^24 of the last bits of such a
         half: it is exact in float32. So it does not depend on the device, on the order of the sum,
-        or on the queries that are multiplied together.
+        or on the queries multiplied together.
         """
         codes, sizes = (part.squeeze(0) for part in index.parts[:2])
         group = largest_group(whole.shape[-1])

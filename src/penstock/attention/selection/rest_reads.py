@@ -1,4 +1,4 @@
-"""Approximate attention to the tokens that were not selected, from an index with values.
+"""Approximate attention to the unselected tokens, from an index with values.
 
 They are read in 2 bits per value, the selected blocks exactly. This is better than ignoring them,
 because their many small weights add up. The result is an additional term in the softmax of the
@@ -27,7 +27,7 @@ from penstock.kv.numpy_arrays import Floats
 
 @dataclass(frozen=True, slots=True)
 class Sinks:
-    """Additional term in each query's softmax, besides the tokens that are read."""
+    """Additional term in each query's softmax, besides the tokens read."""
 
     scores: Floats
     """Logarithms of the weights, (heads, m)."""

@@ -43,7 +43,7 @@ class Rotation:
     _device_tables: dict[int, mx.array] = field(default_factory=dict, init=False, repr=False)
     """Tables of `table`, by number."""
     _places: tuple[npt.NDArray[np.int64], ...] = field(init=False, repr=False)
-    """First channel of each rotated pair, its partners, and the channels that are not rotated."""
+    """First channel of each rotated pair, its partners, and the unrotated channels."""
 
     def __post_init__(self) -> None:
         turning, numbers = self.angles != 0, np.arange(len(self.angles))

@@ -26,7 +26,7 @@ from penstock.kv.codecs.coded import Coded
 from penstock.kv.segment import ColumnRange, KVSpan
 
 FIRST_TOKENS = FIRST_BLOCKS * BLOCK_TOKENS
-"""Number of leading tokens that are always read, because many heads attend to them."""
+"""Number of leading tokens always read, because many heads attend to them."""
 LEAST_TOKENS = 128
 """Minimum number of tokens to read: the first, the recent ones, and a few blocks."""
 LEAST_RECENT_TOKENS = 33

@@ -19,8 +19,8 @@ class ChoiceFigures:
     index_token_bytes: int = 0
     """Index bytes of one token's keys in all layers."""
     step_bytes: int = 0
-    """Maximum bytes of a step for indexing new keys, and for reading tokens that are not
-    selected."""
+    """Maximum bytes of a step for indexing new keys, and for reading unselected
+    tokens."""
     score_token_bytes: int = 0
     """Maximum bytes per token of a sequence while a layer's index is scored."""
     prompt_tokens: int = ALL_TOKENS

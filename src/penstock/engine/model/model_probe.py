@@ -48,7 +48,7 @@ class Fitness:
     first."""
     why: str
     modules: tuple[str, ...]
-    """Modules of mlx-lm that were patched."""
+    """Patched modules of mlx-lm."""
     whole: bool = False
     """Whether results depend on how a prompt is chunked. Then prompts use mlx-lm's chunks, and
     their KV is not shared."""

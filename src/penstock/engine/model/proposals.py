@@ -21,7 +21,7 @@ from penstock.engine.prefill_rate import RunningMean
 LEAST_NGRAM = 3
 """Minimum n-gram length for a proposal."""
 LONGEST_NGRAM = 16
-"""Maximum n-gram length that is compared."""
+"""Maximum n-gram length compared."""
 TEXT_KINDS = ("short", "long", "resumed")
 PLACES_ASKED = 8
 """Number of most recent matches whose next tokens are counted."""
@@ -39,7 +39,7 @@ RESUMED = 1
 DRAFTED = -1
 """Agreement of a proposal by a draft model."""
 LEAST_PREDICTION = 1_024
-"""Minimum number of tokens of an expected answer that are used, however short the prompt."""
+"""Minimum number of tokens used of an expected answer, however short the prompt."""
 
 Tokens = npt.NDArray[np.intc]
 TextPlaces = npt.NDArray[np.intp]

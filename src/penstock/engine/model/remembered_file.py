@@ -1,7 +1,7 @@
 """A measurement in the user's cache folder, for the next start with the same model.
 
-A file has one measurement of a model on this machine with the installed code. A file that is
-damaged, or of another version, is a miss: it is measured again.
+A file has one measurement of a model on this machine with the installed code. A damaged file, or
+one of another version, is a miss: it is measured again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RememberedFile:
         self._most_bytes = most_bytes
 
     def read_values(self) -> Any:
-        """Return the values that were written before; None without a valid file."""
+        """Return the values written before; None without a valid file."""
         try:
             content = json.loads(read_text(self._file, self._most_bytes))
             if content["checksum"] != self._checksum(content["values"]):

@@ -20,7 +20,7 @@ MOST_FILE_BYTES = 20_000_000
 def remembered_scales(
     identity: str, measure: Callable[[], tuple[Scales, ...]]
 ) -> tuple[Scales, ...]:
-    """Return the scales of each layer's key channels that were measured before, or measure them.
+    """Return the scales of each layer's key channels measured before, or measure them.
 
     Args:
         identity: text of all that they depend on, besides the machine and the code.
@@ -39,7 +39,7 @@ def remembered_scales(
 def remembered_centers(
     identity: str, measure: Callable[[], Mapping[int, KeyCenters]]
 ) -> dict[int, KeyCenters]:
-    """Return the key centers by layer that were measured before, or measure them.
+    """Return the key centers by layer measured before, or measure them.
 
     Args:
         identity: text of all that they depend on, besides the machine and the code.

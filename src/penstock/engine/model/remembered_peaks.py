@@ -21,7 +21,7 @@ class RememberedPeaks(RememberedFile):
         super().__init__("steps", identity, MOST_FILE_BYTES)
 
     def read(self) -> StepPeaks | None:
-        """Return the peaks that were measured before; None without a valid file."""
+        """Return the peaks measured before; None without a valid file."""
         values = self.read_values()
         return None if values is None else StepPeaks(**values)
 

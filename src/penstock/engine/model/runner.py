@@ -83,9 +83,9 @@ class Runner:
     Args:
         model: mlx-lm model, whose weights are evaluated here.
         max_kv_size: maximum number of tokens that a sequence attends to, including the kept ones.
-        keep: number of leading tokens that are never dropped.
+        keep: number of leading tokens never dropped.
         ranks: number of processes that share the model.
-        kv_dtype: dtype of the keys and values that are kept; None for the model's own.
+        kv_dtype: dtype of the stored keys and values; None for the model's own.
 
     Raises:
         ModelError: the model has unsupported layers, or computes different results on spans than on

@@ -66,7 +66,7 @@ class Rule(Protocol):
         """Return the only tokens that may come next; empty if there is a choice."""
 
     def allowed_tokens(self, tokens: Sequence[int]) -> int:
-        """Return the number of leading tokens of a proposal that are allowed."""
+        """Return the number of allowed leading tokens of a proposal."""
 
     def copy(self) -> Rule: ...
 

@@ -1,4 +1,4 @@
-"""Inputs of a sequence that are no tokens: embeddings of spans, and positions behind them.
+"""Inputs of a sequence other than tokens: embeddings of spans, and positions behind them.
 
     enqueue ──> positions, in a thread of their own
         plan    ──> embeddings of the spans in the next chunk: kept, or computed in the worker
@@ -34,7 +34,7 @@ from penstock.models.input_spans import (
 SHARE = 16
 """Divisor of the memory limit that gives the most bytes of embeddings that nobody waits for."""
 MOST_FAULTS = 64
-"""Maximum number of failures that are kept until their request asks."""
+"""Maximum number of failures kept until their request asks."""
 WAIT_SECONDS = 0.01
 NO_ARGUMENTS: Mapping[str, Any] = {}
 

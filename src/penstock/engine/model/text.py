@@ -80,7 +80,7 @@ class TextStream:
         return self._stops is not None
 
     def push(self, token: int) -> str:
-        """Add a token; return the text that is now final. Empty after a stop."""
+        """Add a token; return the text now final. Empty after a stop."""
         if self.stopped is not None:
             return ""
         self._early_tokens = max(0, self._early_tokens - 1)

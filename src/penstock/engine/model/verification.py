@@ -20,7 +20,7 @@ Choice: TypeAlias = SampledToken | Exception
 def verified_greedy(
     chosen: Sequence[Choice], proposals: Sequence[Sequence[int]]
 ) -> list[list[SampledToken] | Exception]:
-    """Return each row's tokens up to the first that was not proposed.
+    """Return each row's tokens up to the first not proposed.
 
     `chosen` has the argmax after each new token, row by row: one more per row than the longest
     proposal.
@@ -49,7 +49,7 @@ def verified(
     samplers: Sequence[TokenSampler],
     generated: Sequence[Sequence[int]],
 ) -> list[list[SampledToken] | Exception]:
-    """Sample each row's tokens up to the first that was not proposed.
+    """Sample each row's tokens up to the first not proposed.
 
     logits: (rows, width, vocabulary), evaluated.
     """

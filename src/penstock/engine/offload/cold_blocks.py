@@ -53,7 +53,7 @@ LATE_SECONDS = 10.0
 RECORD_BYTES = 400
 """Python overhead of one spilled record, in bytes."""
 STREAMED_COPIES = 6
-"""Copies of a piece that is read whole: as read, in order, and MLX's; in two lanes."""
+"""Copies of a piece read whole: as read, in order, and MLX's; in two lanes."""
 SIDES = ("keys", "values")
 Wanted: TypeAlias = dict[bytes, list[ArrayPart]]
 Parts: TypeAlias = dict[bytes, list[RawBlocks]]

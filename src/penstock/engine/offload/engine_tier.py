@@ -51,7 +51,7 @@ class Restore:
     """Number of blocks before them in the chain."""
     buffer: RestoreBuffer | StateRestoreBuffer
     answer: Future[int]
-    """Number of their records that were read, from the first on."""
+    """Number of their records read, from the first on."""
     paid: Reservation
     tier: EngineTier
     blocks: int = 1

@@ -23,7 +23,7 @@ FREE = -1
 
 
 class PairCache:
-    """Cache of the pairs of one layer, `count` of `nbytes` each. Not thread-safe."""
+    """Cache of key/value block pairs of one layer: `count` of `nbytes` each. Not thread-safe."""
 
     def __init__(self, count: int, nbytes: int) -> None:
         self.room = np.empty((count, nbytes), np.uint8)

@@ -88,7 +88,7 @@ class TierWriter:
             prefixes.block_size, PENDING_TURNS, clock, max_blocks=PENDING_HASHES
         )
         self.dropped_blocks = 0
-        """Blocks that were evicted before they were written."""
+        """Blocks evicted before they were written."""
 
     @property
     def has_pending(self) -> bool:

@@ -28,7 +28,7 @@ from penstock.prefix.pin import Pin
 from penstock.prefix.prefixes import Prefixes
 
 TURN_ENDS = 2
-"""Number of newest turn ends per branch that are retained; with recurrent layers also answers'
+"""Number of newest turn ends retained per branch; with recurrent layers also answers'
 ends."""
 
 Droppable = dict[int, dict[int, int]]
@@ -285,7 +285,7 @@ def resume(path: Path, max_kv_tokens: int, windows: Mapping[int, int]) -> int:
 
 
 def _retained(node: Node[Segment]) -> float:
-    """Return the first position of a node that is retained even without running sequences."""
+    """Return the first retained position of a node even without running sequences."""
     if node.held_until_seconds is not None:
         return node.start
     whole = sum(not child.partial for child in node.children.values())

@@ -118,8 +118,8 @@ class ModelExecutor:
         """Yield the passes of a step; each is computed after the previous one was consumed.
 
         So decoded tokens are postprocessed before the prefill chunk starts, and a chunk can read
-        the codes of the block before it. The arrays of two passes are never alive together, but
-        those of a chunk that is computed in the decode step's pass.
+        the codes of the block before it. The arrays of two passes are never alive together, except
+        for those of a chunk computed in the decode step's pass.
         """
         chunks = list(plan.prefill)
         if plan.decode:

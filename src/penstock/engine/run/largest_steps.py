@@ -25,7 +25,7 @@ from penstock.ledger import Kind, Ledger
 from penstock.memory.sizes import format_bytes
 
 SMALL_BATCH = 8
-"""Batch size that is assumed to fit."""
+"""Batch size assumed to fit."""
 FIRST = 4
 """Tokens or sequences of the first trial step."""
 DOUBLINGS = 3

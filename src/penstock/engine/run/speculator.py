@@ -52,7 +52,7 @@ class Speculator:
         self._shared = SharedText() if limit else SharedText(0)
         self._draft = draft
         self._draft_share = RunningMean(FIRST_SHARE)
-        """Share of drafted tokens that were accepted, over all sequences."""
+        """Acceptance rate of drafted tokens, over all sequences."""
         self._undrafted = 0
 
     def forget(self) -> None:

@@ -162,7 +162,7 @@ class Admission:
                     self.preempt(lowest)
 
     def count_hit(self, sequence: Sequence, tokens: int, *, restored: bool = False) -> None:
-        """Count prompt tokens that were read from the cache.
+        """Count prompt tokens read from the cache.
 
         After a preemption a sequence finds its own KV in the cache, which is not counted.
         """

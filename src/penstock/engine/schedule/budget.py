@@ -138,7 +138,7 @@ class MemoryBudget:
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes that are reserved whether or not any sequence runs."""
+        """Bytes reserved whether or not any sequence runs."""
         aside = self._aside
         kinds = (aside.weights, aside.pool, aside.step, self._prompts, self._grammars)
         fixed = sum(kind.nbytes for kind in kinds) + self._prefixes.fixed_bytes

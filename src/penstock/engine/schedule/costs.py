@@ -118,7 +118,7 @@ class MemoryEstimator:
         return ALL_TOKENS if active is None else active + self.in_flight_tokens
 
     def spilled_tokens(self, tokens: int) -> int:
-        """Return the maximum number of a sequence's tokens that are in a cold tier only."""
+        """Return the maximum number of a sequence's tokens in a cold tier only."""
         return max(0, min(tokens, self._limits.max_kv_size) - self._most_resident)
 
     @property
@@ -305,9 +305,9 @@ def first_scores_bytes(figures: ModelFigures, memory: AttentionMemory, tokens: i
 
 
 def path_bytes(tokens: int, block_size: int, chunk_tokens: int) -> int:
-    """Return the bytes of the tree's index of `tokens` tokens that are prefilled in chunks.
+    """Return the bytes of the tree's index of `tokens` tokens prefilled in chunks.
 
-    A node has a span of blocks, or a chunk that is shorter, until the whole prompt is read.
+    A node has a span of blocks, or a shorter chunk, until the whole prompt is read.
     """
     chunk = max(block_size, chunk_tokens // block_size * block_size)
     node_tokens = min(span_tokens(block_size), chunk)

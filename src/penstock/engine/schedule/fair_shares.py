@@ -104,7 +104,7 @@ class FairShares(Generic[T]):
         self._shares: dict[Path, _Share] = {(): _Share(0)}
         self._turns: dict[int, _ShareTurn[T]] = {}
         self._broken_off: dict[int, _ShareTurn[T]] = {}
-        """Last turns of sequences that were preempted before the end of their prefill."""
+        """Last turns of sequences preempted before the end of their prefill."""
 
     # ---- questions
 

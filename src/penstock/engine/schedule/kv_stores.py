@@ -90,7 +90,7 @@ class KVStores:
         return any(part.spills for part in self.retentions)
 
     def own_bytes(self, spans: Iterable[KVSpan]) -> int:
-        """Return the bytes of sequences' own spans, except those that are leaves of the tree."""
+        """Return the bytes of sequences' own spans, except leaves of the tree."""
         nbytes_by_id = {id(span.segment.layers): span.segment.nbytes for span in spans}
         for node in self.prefixes.tree:
             if node.partial:

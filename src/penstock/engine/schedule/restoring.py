@@ -1,7 +1,7 @@
 """Restore blocks of admitted sequences from cold tiers instead of computing them.
 
     prefilling ──> begin: a tier has more blocks of the chain, and reading them is faster
-        restoring  ──> take: blocks that were read are inserted into the tree
+        restoring  ──> take: blocks read are inserted into the tree
                               ──> all blocks were read, or the deadline has passed: prefilling again
 
 With recurrent layers the checkpoint is read after the blocks, and the sequence cannot resume until
@@ -85,7 +85,7 @@ class Restoring:
                 restored |= self._scheduler.restoring_hashes()
 
     def take(self) -> None:
-        """Insert blocks that were read, and let sequences compute blocks that miss the deadline."""
+        """Insert the blocks read, and let sequences compute blocks that miss the deadline."""
         for sequence in self._scheduler.sequences(State.RESTORING):
             while sequence.restores and sequence.restores[0].answer.done():
                 self._take_in(sequence, sequence.restores.pop(0))

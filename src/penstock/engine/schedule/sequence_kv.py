@@ -161,7 +161,7 @@ class SequenceKV:
 
     @property
     def _diverged(self) -> bool:
-        """Whether it has computed KV that is not in the tree."""
+        """Whether it has computed KV outside the tree."""
         return bool(self.own_spans) and not self.resumed_tokens
 
     def block_hash_at(self, position: int) -> bytes | None:

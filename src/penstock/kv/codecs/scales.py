@@ -89,7 +89,7 @@ class Squares:
         self._keys, self._queries = sums
 
     def scales(self) -> Scales:
-        """Return scales for the channels that are large compared with their head's median."""
+        """Return scales for the channels large compared with their head's median."""
         if self._keys is None or self._queries is None:
             return ()
         keys, queries = (np.array(sums, np.float64) for sums in (self._keys, self._queries))

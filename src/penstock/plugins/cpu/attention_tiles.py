@@ -125,7 +125,7 @@ class Vectors:
         return self.builder.call(function, [place, align, mask, self.every(0.0)])
 
     def load_side(self, address: Any, nbytes: int, lanes: int) -> Any:
-        """Load a vector of keys or values in float32 or, of 2 bytes, whole ones in float16."""
+        """Load a vector of keys or values: float32 lanes, or float16 of whole vectors only."""
         if nbytes == FLOAT_BYTES:
             return self.load(address, lanes)
         place = self.builder.inttoptr(address, self._pointer(self.halves))

@@ -121,7 +121,7 @@ class PackedMatrix:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the exact values and of how they lie."""
+        """Hash of the exact values and their layout."""
         shape = (self.rows, self.columns, self.bits, self.per_scale, self.scale_bytes)
         hashed = xxhash.xxh3_128(repr((shape, self.zero, self.floats)).encode())
         hashed.update(self.tiles.data)

@@ -43,7 +43,7 @@ class KernelCall:
 
 
 class UnknownKernel(Exception):
-    """A kernel that was not compiled by the self-test."""
+    """A kernel not compiled by the self-test."""
 
 
 Run: TypeAlias = Callable[[KernelCall], Sequence[mx.array]]

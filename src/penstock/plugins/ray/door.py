@@ -44,7 +44,7 @@ DRAIN_LOOK_SECONDS = 0.05
 GOODBYE_SECONDS = 4.0
 """Seconds for clients to read the error that ends their answer."""
 PASSED = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string")
-"""ASGI scope keys that are forwarded, besides headers and addresses."""
+"""Forwarded ASGI scope keys, besides headers and addresses."""
 
 
 class Door:

@@ -1,8 +1,8 @@
 """State shared by the door and its router: ejected replicas, attempts, routing counters.
 
     router's loop  ──beat──> replica           every second; a silent one is ejected
-                   ──routed──> FleetState      the replica that has taken a try of a request
-    door's loop    <──abandoned── FleetState   tries of an ejected replica, to be made elsewhere
+                   ──routed──> FleetState      the replica that accepted an attempt at a request
+    door's loop    <──abandoned── FleetState   attempts at an ejected replica, to be retried
 
 Both run in the door's process, in event loops of two threads.
 """

@@ -9,7 +9,7 @@ from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 MOST_WORDS = 300
-"""Maximum characters of an error that are shown."""
+"""Maximum characters shown of an error."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ class ToolUseOut(BaseModel):
 
 
 class ThinkingTokens(BaseModel):
-    """The number of the answer's tokens that are reasoning."""
+    """Number of the answer's reasoning tokens."""
 
     thinking_tokens: int
 
@@ -94,7 +94,7 @@ class UsageOut(BaseModel):
     """Usage in tokens; the three input counts add up to the prompt's length."""
 
     input_tokens: int
-    """Prompt tokens computed but not cached: those of the incomplete last block."""
+    """Prompt tokens computed but not cached, in the incomplete last block."""
     cache_creation_input_tokens: int | None
     cache_read_input_tokens: int | None
     output_tokens: int

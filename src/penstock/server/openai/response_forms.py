@@ -119,7 +119,7 @@ class ResponseObject(BaseModel):
     """Temperature used, whether or not the request set it."""
     top_p: float
     truncation: Literal["disabled"]
-    """Truncation is disabled: inputs that are too long are rejected."""
+    """Truncation is disabled: overlong inputs are rejected."""
     tools: list[dict[str, Any]]
 
 

@@ -79,7 +79,7 @@ class AnswerFormat:
     marks: Marks = NO_MARKS
 
     def unread(self, tools: Tools | None) -> Collection[int]:
-        """Return the special tokens to omit from the text; none if the parser reads marks."""
+        """Return the special tokens to omit from the text; none if the parser needs them."""
         reads = self.reasoning is not None or self.call_name == HARMONY or bool(tools)
         return () if reads else self.marks.special.values()
 

@@ -33,7 +33,7 @@ MOST_HEADER_CHARACTERS = 2_000
 class CallGrammar(NamedTuple):
     grammar: str | None
     unenforced: tuple[str, ...] = ()
-    """Schema rules that are not enforced, such as "search:uniqueItems"."""
+    """Unenforced schema rules, such as "search:uniqueItems"."""
     free: bool = False
     """Whether the grammar allows text and reasoning around the calls."""
 

@@ -32,7 +32,7 @@ _FOLLOWED = frozenset(
         *("$defs", "definitions", "anyOf", "oneOf", "$ref"),
     }
 )
-"""Schema keys that are enforced or do not constrain values."""
+"""Schema keys enforced, or without constraints on values."""
 
 
 @dataclass(slots=True)

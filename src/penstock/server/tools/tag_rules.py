@@ -146,7 +146,7 @@ class TagWriter:
         return self.marks.of(f"{self.tags.gap}{self.tags.end}{self.tags.after}")
 
     def _left_out(self, value: Any, root: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the schema rules of an argument that are not enforced."""
+        """Yield the unenforced schema rules of an argument."""
         types = json_types(value, root)
         if self.tags.notation == "json" or (types and "string" not in types):
             if _alone(value, root) is None:

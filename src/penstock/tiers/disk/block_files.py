@@ -73,7 +73,7 @@ def listed(folder: Path) -> list[Path]:
 
 
 def read_entries(paths: Iterable[Path]) -> Iterator[Entry]:
-    """Yield index entries from the headers of files, ignoring files that are not blocks."""
+    """Yield index entries from the headers of files, ignoring other files."""
     for path in paths:
         try:
             with opened(path) as file:

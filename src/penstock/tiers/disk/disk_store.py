@@ -72,7 +72,7 @@ BLOCKS_NAME = "blocks"
 ASIDE_NAME = "aside"
 LOCK_NAME = "lock"
 FLOOR_BYTES = 1_000_000_000
-"""Bytes of the disk that are always left free."""
+"""Bytes of the disk always left free."""
 READ_SECONDS = 10.0
 """Maximum seconds that `close` waits for reads."""
 LOCK_LOOK_SECONDS = 0.02

@@ -169,7 +169,7 @@ class Index:
             after = page[-1].key
 
     def held(self, block_hashes: Sequence[bytes], fingerprint: str) -> int:
-        """Return the number of first keys of a chain that are written."""
+        """Return the number of a chain's first written keys."""
         count = 0
         for start in range(0, len(block_hashes), KEYS_AT_ONCE):
             batch = block_hashes[start : start + KEYS_AT_ONCE]
@@ -181,7 +181,7 @@ class Index:
         return count
 
     def deepest(self, block_hashes: Sequence[bytes], fingerprint: str) -> int | None:
-        """Return the index of the last key that is written; None if none is."""
+        """Return the index of the last written key; None if none is."""
         for start in reversed(range(0, len(block_hashes), KEYS_AT_ONCE)):
             batch = block_hashes[start : start + KEYS_AT_ONCE]
             present = self._found(batch, fingerprint)

@@ -26,7 +26,7 @@ from penstock.tiers.record import (
 )
 
 UNBOUNDED_BYTES = 1 << 60
-"""Limit in bytes that is never reached."""
+"""Limit in bytes never reached."""
 NO_MODEL = ""
 """Fingerprint of a store opened for all models."""
 FINGERPRINT_CHARACTERS = 256
