@@ -21,11 +21,10 @@ from penstock.attention.selection.selected_reads import ChoiceReader
 from penstock.attention.selection.selection import Selection
 from penstock.attention.span_attention import LOG2_E, MASKED, AttentionWindow, KVData, Partial
 from penstock.blas import multiplies_unpacked, one_thread
-from penstock.kv.codecs import wide_codes
 from penstock.kv.codecs.coded import Codec, Coded
 from penstock.kv.codecs.turbo import Turbo
 from penstock.kv.numpy_arrays import Booleans, Floats
-from penstock.plugins.cpu import cpu_rows, ordered_attention
+from penstock.plugins.cpu import cpu_rows, ordered_attention, wide_codes
 from penstock.plugins.cpu.attention_tiles import HAS_FLOAT16
 from penstock.plugins.cpu.choice_loops import choice_loops
 from penstock.plugins.cpu.choice_reader import LoopReader
