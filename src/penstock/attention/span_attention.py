@@ -280,8 +280,12 @@ def merged(parts: Sequence[Partial], sinks: mx.array | None = None) -> mx.array:
         sinks: scores in base 2 that take part in the softmax without a value, broadcastable to
             (..., 1); gpt-oss has one per head.
     """
-    if len(parts) == 1 and sinks is None:
-        return parts[0].mixed / parts[0].total
+    whole = parts[0] if len(parts) == 1 and sinks is None else together(*parts, sinks=sinks)
+    return whole.mixed / whole.total
+
+
+def together(*parts: Partial, sinks: mx.array | None = None) -> Partial:
+    """Merge partial results over disjoint columns; see `merged`."""
     top = parts[0].top if sinks is None else mx.maximum(parts[0].top, sinks)
     for part in parts[1:]:
         top = mx.maximum(top, part.top)
@@ -292,15 +296,7 @@ def merged(parts: Sequence[Partial], sinks: mx.array | None = None) -> mx.array:
         mixed = mixed + share * part.mixed
     if sinks is not None:
         total = total + mx.power(2.0, sinks - top)
-    return mixed / total
-
-
-def together(left: Partial, right: Partial) -> Partial:
-    """Merge two partial results over disjoint columns."""
-    top = mx.maximum(left.top, right.top)
-    left_factor, right_factor = mx.power(2.0, left.top - top), mx.power(2.0, right.top - top)
-    total = left_factor * left.total + right_factor * right.total
-    return Partial(top, total, left_factor * left.mixed + right_factor * right.mixed)
+    return Partial(top, total, mixed)
 
 
 def seen_by_chunk(
