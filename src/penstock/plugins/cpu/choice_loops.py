@@ -31,8 +31,7 @@ from penstock.plugins.cpu.attention_tiles import FLOAT_BYTES, LANES, converts_ha
 from penstock.plugins.cpu.center_loops import center_loop
 from penstock.plugins.cpu.choosing_loops import choose_loop
 from penstock.plugins.cpu.compiled import has_numba
-from penstock.plugins.cpu.rest_loops import CODES, rest_loop
-from penstock.plugins.cpu.sign_products import units_of
+from penstock.plugins.cpu.rest_loops import CODES, rest_loop, units_of
 
 Addresses: TypeAlias = Integers
 INDEX_PARTS = 4

@@ -10,59 +10,6 @@ import numpy as np
 from penstock.attention.selection.choice_blocks import BLOCK_TOKENS, FIRST_BLOCKS
 from penstock.plugins.cpu.compiled import exp_loop, pointer
 from penstock.plugins.cpu.index_products import QUERIES, SHIFTS, block_product
-from penstock.plugins.cpu.sign_products import LANES
-
-
-@cache
-def fill_loop() -> Any:
-    """Compile the construction of the tables for one head's queries; see `sign_products`."""
-    from numba import int64, njit
-
-    lanes = LANES
-
-    @njit(nogil=True)
-    def fill(tables, x, units):  # type: ignore[no-untyped-def]
-        signed = np.empty(8, np.int64)
-        for query in range(tables.shape[0]):
-            for place in range(tables.shape[1]):
-                table = tables[query, place]
-                for bit in range(8):
-                    signed[bit] = 0
-                for lane in range(min(lanes, x.shape[0] - lanes * query)):
-                    one = lanes * query + lane
-                    for bit in range(8):
-                        number = np.rint(x[one, 8 * place + bit] / units[one, 0])
-                        if not np.isnan(number):
-                            signed[bit] += int64(number) << int64(16 * lane)
-                table[0] = 0
-                for bit in range(8):
-                    table[0] -= signed[bit]
-                for bit in range(8):
-                    for known in range(1 << bit):
-                        table[(1 << bit) + known] = table[known] + 2 * signed[bit]
-
-    return fill
-
-
-@cache
-def sum_loop(words: int) -> Any:
-    """Compile the sum of a token's signs, looked up in the table of four queries."""
-    from numba import int64, njit, uint32
-
-    @njit(nogil=True)
-    def sum_up(table, signs, token):  # type: ignore[no-untyped-def]
-        total = int64(0)
-        for word in range(words):
-            code = signs[token, word]
-            total += (
-                table[4 * word, code & uint32(255)]
-                + table[4 * word + 1, (code >> uint32(8)) & uint32(255)]
-                + table[4 * word + 2, (code >> uint32(16)) & uint32(255)]
-                + table[4 * word + 3, code >> uint32(24)]
-            )
-        return total
-
-    return sum_up
 
 
 @cache

@@ -1,7 +1,9 @@
 """Compiled loop for approximate attention to unselected blocks; see `choice_loops`.
 
-Keys of the index are scored as in `choosing_loops`, by tables of sums. Its values are converted to
-floats a few tokens at a time, and summed like exact ones.
+Keys of the index are scored by tables of sums. The numbers of four queries are packed into a word,
+and their sums for all 256 values of an octet are tabulated: the sum of a token is one lookup an
+octet, each adding for all four queries. Values are converted to floats a few tokens at a time, and
+summed like exact ones.
 """
 
 from __future__ import annotations
@@ -13,16 +15,82 @@ import numpy as np
 
 from penstock.attention.selection.choice_blocks import BLOCK_TOKENS, FIRST_BLOCKS, HALF_NOISE
 from penstock.kv.codecs.turbo import STEPS
+from penstock.kv.numpy_arrays import Floats
 from penstock.plugins.cpu.attending_loops import mix_loop
 from penstock.plugins.cpu.attention_tiles import FLOAT_BYTES
-from penstock.plugins.cpu.choosing_loops import fill_loop, sum_loop
 from penstock.plugins.cpu.compiled import exp_loop, half_bits_loop, pointer
-from penstock.plugins.cpu.sign_products import HIDDEN, LANE_BITS, LANES
 
 BLOCKS_AT_ONCE = 64
 """Number of blocks whose weights are in memory at a time."""
 CODES = 16
 """Number of 2-bit codes per word."""
+LANES = 4
+"""Number of queries of a KV head whose sums are packed into one 64-bit word."""
+LANE_BITS = 16
+MOST = 2 ** (LANE_BITS - 1) - 1
+"""Maximum sum of a row's values."""
+HIDDEN = np.int64(-(2**63) + 2**47 + 2**31 + 2**15)
+"""Half of every lane's range, added so that lanes are read as unsigned integers."""
+
+
+def units_of(x: Floats) -> Floats:
+    """Return the unit of each query's integers, (heads, m, 1), for x (heads, m, n)."""
+    total = np.abs(x).sum(axis=-1, keepdims=True)
+    # Rounded, each number may be half a unit more.
+    units: Floats = np.maximum(total, 1e-30) / np.float32(MOST - x.shape[-1] / 2)
+    return units
+
+
+@cache
+def _fill_loop() -> Any:
+    """Compile the construction of the tables for one head's queries."""
+    from numba import int64, njit
+
+    lanes = LANES
+
+    @njit(nogil=True)
+    def fill(tables, x, units):  # type: ignore[no-untyped-def]
+        signed = np.empty(8, np.int64)
+        for query in range(tables.shape[0]):
+            for place in range(tables.shape[1]):
+                table = tables[query, place]
+                for bit in range(8):
+                    signed[bit] = 0
+                for lane in range(min(lanes, x.shape[0] - lanes * query)):
+                    one = lanes * query + lane
+                    for bit in range(8):
+                        number = np.rint(x[one, 8 * place + bit] / units[one, 0])
+                        if not np.isnan(number):
+                            signed[bit] += int64(number) << int64(16 * lane)
+                table[0] = 0
+                for bit in range(8):
+                    table[0] -= signed[bit]
+                for bit in range(8):
+                    for known in range(1 << bit):
+                        table[(1 << bit) + known] = table[known] + 2 * signed[bit]
+
+    return fill
+
+
+@cache
+def _sum_loop(words: int) -> Any:
+    """Compile the sum of a token's signs, looked up in the table of four queries."""
+    from numba import int64, njit, uint32
+
+    @njit(nogil=True)
+    def sum_up(table, signs, token):  # type: ignore[no-untyped-def]
+        total = int64(0)
+        for word in range(words):
+            code = signs[token, word]
+            total += (
+                table[4 * word, code & uint32(255)]
+                + table[4 * word + 1, (code >> uint32(8)) & uint32(255)]
+                + table[4 * word + 2, (code >> uint32(16)) & uint32(255)]
+                + table[4 * word + 3, code >> uint32(24)]
+            )
+        return total
+
+    return sum_up
 
 
 @cache
@@ -56,7 +124,7 @@ def _lane_loops(words: int) -> tuple[Any, Any]:
     """Compile the sums of tokens' signs for four queries, and extraction of one query's sums."""
     from numba import float32, njit
 
-    sum_up, hidden = sum_loop(words), int(HIDDEN)
+    sum_up, hidden = _sum_loop(words), int(HIDDEN)
     lanes_of, half = LANES, float32(2 ** (LANE_BITS - 1))
 
     @njit(nogil=True)
@@ -129,7 +197,7 @@ def rest_loop(words: int, value_words: int) -> Any:
     """Compile attention to unselected blocks, by the words of a token's key and value."""
     from numba import float32, njit
 
-    fill, exp, mix = fill_loop(), exp_loop(), mix_loop(CODES * value_words)
+    fill, exp, mix = _fill_loop(), exp_loop(), mix_loop(CODES * value_words)
     meet, widen = _meet_loop(words, value_words), _widen_loop(value_words)
     lanes, block, first = LANES, BLOCK_TOKENS, FIRST_BLOCKS
     most, dim = BLOCKS_AT_ONCE * BLOCK_TOKENS, CODES * value_words
