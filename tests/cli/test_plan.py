@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from core_parts import retention_of
 from small_models import BASE, build
 
 from penstock import Engine, Request, load, memory
@@ -414,7 +415,7 @@ def test_spilled_plan_matches_admission_reservation(
         parts = ("index_bytes", "place_bytes", "active_bytes", "tree_bytes")
         reserved = core.budget._estimator.sequence_bytes(tokens)
         assert sum(spilled[part] for part in parts) == reserved
-        spilling = core.stores.of(Spilling)
+        spilling = retention_of(core, Spilling)
         assert spilling is not None and spilled["cache_bytes"] == spilling.nbytes
     finally:
         core.close()

@@ -13,6 +13,14 @@ from typing import Any
 import cold_engine
 import mlx.core as mx
 import pytest
+from core_parts import (
+    cached_nodes,
+    evict_unpinned,
+    fixed_bytes_of,
+    free_beside_tree,
+    layer_shapes,
+    weights_bytes_of,
+)
 from engine_faults import model_of
 from tiny_families import build
 
@@ -141,7 +149,7 @@ def test_no_loop_is_compiled_during_steps(rest: bool) -> None:
     """Compiling takes a second and 200 MB, so array layouts have to match."""
     pytest.importorskip("numba")
     with running(attend_tokens=LEAST, attend_rest=rest) as core:
-        shape = core.runner.shapes[0]
+        shape = layer_shapes(core)[0]
         sizes = shape.key_dim, shape.value_dim
         reader = core.runner.device.choice_reader(core.runner.selection, *sizes)
         assert isinstance(reader, LoopReader)
@@ -209,7 +217,7 @@ def test_answer_after_eviction_matches_recomputed_prompt() -> None:
         while core.counters.preemptions < 1:
             core.step()
         said = core.counters.generated_tokens
-        assert core.prefixes.make_room(core.ledger.free_bytes + core.prefixes.evictable_bytes)
+        assert evict_unpinned(core)
         while core.step():
             core.view.check()
         after = list(first.result(0.0)[0].tokens)
@@ -232,8 +240,8 @@ def test_restored_blocks_are_indexed(tmp_path: Path, reads_all: None) -> None:
         assert alone(core, LONG) == expected
         assert core.counters.restored_tokens >= 192
         indexed = core.ledger.by_class()[Kind.KEY_INDEX]
-        held = sum(node.end - node.start for node in core.prefixes.tree)
-        assert indexed == held * core.runner.index_token_bytes
+        held = sum(node.end - node.start for node in cached_nodes(core))
+        assert indexed == held * core.view.index_token_bytes
 
 
 def test_selection_is_independent_of_dropped_windows() -> None:
@@ -244,8 +252,8 @@ def test_selection_is_independent_of_dropped_windows() -> None:
         core = Core(build("cohere2"), **settings)
         (answer,) = answers(core, asked)
         if dropped:
-            assert core.prefixes._beside.relief.relieve(10**9) > 0
-            assert any(node.segment.missing for node in core.prefixes.tree)
+            assert free_beside_tree(core, 10**9) > 0
+            assert any(node.segment.missing for node in cached_nodes(core))
         told.append(answers(core, [*asked, *answer, 7, 8, 9], tokens=20))
         core.close()
     assert told[0] == told[1]
@@ -396,7 +404,7 @@ def test_layers_can_be_skipped() -> None:
         assert core.ledger.by_class()[Kind.KEY_INDEX] == 0
     with running(attend_tokens=LEAST, attend_full_layers=(1,)) as core:
         first = alone(core, LONG)
-        assert core.runner.index_token_bytes == 2 * (2 * 32 // 8 + 2), "16 numbers become 32"
+        assert core.view.index_token_bytes == 2 * (2 * 32 // 8 + 2), "16 numbers become 32"
     assert first != whole
 
 
@@ -424,18 +432,18 @@ def test_bytes_are_reserved_before_allocation(more: dict[str, Any], proposals_pa
         handle = core.submit(Request(prompt=prompt(1_200, 3), max_tokens=40, ignore_eos=True))
         core.step()
         mx.clear_cache()
-        others = mx.get_active_memory() - (core.ledger.used_bytes - core.budget.fixed_bytes)
+        others = mx.get_active_memory() - (core.ledger.used_bytes - fixed_bytes_of(core))
         while core.step():
             mx.reset_peak_memory()
-            fixed = core.budget.weights_bytes
+            fixed = weights_bytes_of(core)
             counted = core.ledger.used_bytes
             assert mx.get_peak_memory() <= others + counted + fixed
             core.view.check()
         assert len(handle.result(0.0)[0].tokens) == 40
         kinds = core.ledger.by_class()
-        tokens = sum(node.end - node.start for node in core.prefixes.tree)
-        assert kinds[Kind.KEY_INDEX] == tokens * core.runner.index_token_bytes
-        index = sum(node.segment.key_index_nbytes for node in core.prefixes.tree)
+        tokens = sum(node.end - node.start for node in cached_nodes(core))
+        assert kinds[Kind.KEY_INDEX] == tokens * core.view.index_token_bytes
+        index = sum(node.segment.key_index_nbytes for node in cached_nodes(core))
         assert kinds[Kind.KEY_INDEX] == index
 
 

@@ -19,6 +19,7 @@ import mlx.core as mx
 import pytest
 import tiny_families
 from combinations import SOAK
+from core_parts import evict_all, weights_bytes_of
 from small_models import BASE, build
 
 from penstock.attention import devices
@@ -312,7 +313,7 @@ def test_recurrent_model_leaves_no_memory_after_close() -> None:
     before = mx.get_active_memory()
     with watched(case) as watch:
         core = watch.core
-        assert mx.get_active_memory() - before == core.view.held_bytes - core.budget.weights_bytes
+        assert mx.get_active_memory() - before == core.view.held_bytes - weights_bytes_of(core)
         handle = core.submit(case.request(0))
         watch.drain()
         assert finished([handle])
@@ -457,8 +458,8 @@ def test_eight_conversations_store_shared_prompt_once() -> None:
     case = CASES[0]
     with watched(case, max_batch_size=8) as watch:
         core = watch.core
-        token_bytes = core.runner.token_bytes
-        beside = core.budget.weights_bytes + core.tails.nbytes
+        token_bytes = core.view.token_bytes
+        beside = weights_bytes_of(core) + core.tails.nbytes
         prompt = prompt_of(shared, 0)
         handles = [
             core.submit(
@@ -493,7 +494,7 @@ def test_no_leak_after_many_different_prompts() -> None:
         for number in range(4):
             watch.core.submit(case.request(number))
             watch.drain()
-            watch.core.prefixes.clear()
+            evict_all(watch.core)
             left.append(mx.get_active_memory() - watch.others - watch.core.view.held_bytes)
         assert len(set(left)) == 1, left
 

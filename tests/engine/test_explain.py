@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from combinations import pairs
+from core_parts import evict_all
 from small_cores import ask, core_of, run
 from tiny_families import prompt_of
 
@@ -29,7 +30,7 @@ def test_first_differing_token_is_reported_with_text() -> None:
     assert (found.diverges_at, found.held_tokens) == (at, at // 8 * 8)
     assert (found.held_text, found.given_text) == (" good", " small")
     assert core.view.explain(told).given_text is None
-    core.prefixes.clear()
+    evict_all(core)
     gone = core.view.explain(told)
     assert (gone.held_tokens, gone.evicted_for) == (0, "cleared")
     core.close()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from core_parts import evict_all, fixed_bytes_of
 from engine_faults import model_of
 
 from penstock.engine.core import Core
@@ -30,7 +31,7 @@ class Held:
         small: dict[str, Any] = {"block_size": BLOCK, "prefill_chunk": 64, "max_batch_size": 2}
         small |= {"max_kv_size": 512, **settings}
         self.core = Core(model_of("llama"), memory_limit="40MB", clock=lambda: self.now, **small)
-        self.core.set_limit(self.core.budget.fixed_bytes + 500_000)
+        self.core.set_limit(fixed_bytes_of(self.core) + 500_000)
 
     def ask(self, tokens: tuple[int, ...], **settings: Any) -> Handle:
         handle = self.core.submit(Request(prompt=tokens, **{"max_tokens": 4, **settings}))
@@ -45,7 +46,7 @@ class Held:
             self.now += 1
             self.ask(prompt(seed))
             self.ask(prompt(seed))
-        assert self.core.prefixes.counts.evicted_nodes > 0
+        assert self.core.view.stats().evicted_nodes > 0
 
     def found(self, tokens: tuple[int, ...], salt: str = "") -> int:
         return self.core.view.explain(tokens, salt).held_tokens
@@ -106,7 +107,7 @@ def test_held_nodes_are_evicted_for_running_requests(small: Held) -> None:
     assert counts.evicted_nodes > 0
     assert small.found(prompt(29)) == 160
     assert small.found(prompt(0)) == 0, "of held ones the one not used for longest"
-    small.core.prefixes.clear()
+    evict_all(small.core)
     assert len(small.core.view.tree()) == 0
 
 
@@ -138,16 +139,16 @@ def test_holds_are_per_tenant(small: Held) -> None:
 @pytest.mark.parametrize("shares", [False, True])
 def test_unshared_request_leaves_nothing_cached(small: Held, shares: bool) -> None:
     """Its choices share the prompt. The negative control caches its answers."""
-    small.core.set_limit(small.core.budget.fixed_bytes + 4_000_000)
+    small.core.set_limit(fixed_bytes_of(small.core) + 4_000_000)
     first = small.ask(prompt(0)).result(0.0)
-    before, held = small.core.view.stats(), small.core.prefixes.tree.tokens
+    before, held = small.core.view.stats(), small.core.view.stats().held_tokens
     again = small.ask(prompt(0), n=2, cache_prompt=shares, max_tokens=40).result(0.0)
     after = small.core.view.stats()
     assert [choice.tokens[:4] for choice in again] == [first[0].tokens] * 2
     cached = [choice.finish.usage.cached_tokens for choice in again if choice.finish is not None]
     assert (cached[0] > 150) is shares
     assert after.prefilled_tokens - before.prefilled_tokens < 200, "once for both"
-    assert (small.core.prefixes.tree.tokens > held) is shares
+    assert (small.core.view.stats().held_tokens > held) is shares
     if not shares:
         assert after.used_bytes == before.used_bytes
         assert small.found(prompt(0)) == 160
@@ -157,11 +158,11 @@ def test_cancelled_unshared_request_leaves_nothing_cached(small: Held) -> None:
     handle = small.core.submit(Request(prompt=prompt(0), max_tokens=200, cache_prompt=False))
     for _ in range(8):
         small.core.step()
-    assert small.core.prefixes.tree.tokens > 0
+    assert small.core.view.stats().held_tokens > 0
     handle.cancel()
     while small.core.step():
         small.core.view.check()
-    assert small.core.prefixes.tree.tokens == 0
+    assert small.core.view.stats().held_tokens == 0
 
 
 def test_private_salt_is_made_once() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from cold_engine import BLOCK, SETTINGS, ask, running, settle, submit
+from core_parts import evict_all, placed_sequences
 from engine_faults import model_of
 
 from penstock.engine.core import Core
@@ -68,7 +69,7 @@ def core() -> Any:
 def admit(core: Core) -> list[Answer]:
     """Do a step's first call, and return the sequences that have a place then."""
     core.planner.schedule(core.clock())
-    return core.scheduler.placed()
+    return placed_sequences(core)
 
 
 def whole(tokens: Sequence[int]) -> tuple[int, ...]:
@@ -159,7 +160,7 @@ def test_changed_tree_is_looked_up_again(tmp_path: Path, calls: Calls) -> None:
         ask(core, PROMPT[::-1])
         calls.clear()
         submit(core, PROMPT)
-        core.prefixes.clear()
+        evict_all(core)
         admit(core)
         assert calls.lookups == [6, 6]
 

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 import tiny_families
+from core_parts import fixed_bytes_of
 from small_models import BASE
 from small_models import build as small_model
 
@@ -92,7 +93,7 @@ def least_limit(family: str, settings: dict[str, Any]) -> int:
     limit = 1_000_000_000
     for _ in range(2):  # of a smaller limit the index takes less
         core = opened(family, limit, **settings)
-        limit = core.budget.fixed_bytes
+        limit = fixed_bytes_of(core)
         core.close()
     return limit
 
@@ -138,7 +139,7 @@ def worst(family: str, settings: dict[str, Any], patch: pytest.MonkeyPatch) -> f
     for bound in ("MOST_SECONDS", "LEAST_SECONDS"):  # on a busy machine, too
         patch.setattr(step_trials, bound, float("inf"))
     core = opened(family, 1_000_000_000, **settings)
-    least, shares = core.budget.fixed_bytes, []
+    least, shares = fixed_bytes_of(core), []
     core.close()
     for part in (1.1, 1.0, 0.9, 0.7, 0.5):
         limit = int(part * least)

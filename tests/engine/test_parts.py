@@ -8,6 +8,7 @@ from statistics import mean
 from typing import Any
 
 import pytest
+from core_parts import cached_nodes, weights_bytes_of
 from engine_faults import model_of
 
 from penstock.attention.attention_plan import DecodeRow
@@ -63,7 +64,7 @@ def test_small_blocks_do_not_increase_spans_or_checkpoints(
             conversations(core)
         core.view.check()
         assert mean(parts) < PARTS_OF_LARGE_BLOCKS
-        checkpoints = sum(len(node.segment.checkpoints) for node in core.prefixes.tree)
+        checkpoints = sum(len(node.segment.checkpoints) for node in cached_nodes(core))
         # Of each agent the ends of two turns, the last to the token as well, and of what all share
         # one a span of 256 tokens.
         assert checkpoints <= 3 * AGENTS + 2 * (SYSTEM_TOKENS // 256)
@@ -77,7 +78,7 @@ def test_tails_are_longer_where_cheap_beside_weights(feed_forward: int, columns:
     model = model_of("llama", feed_forward=feed_forward)
     core = Core(model, max_batch_size=8, block_size=32, memory_limit="1GB")
     try:
-        share = 128 * core.runner.token_bytes / core.budget.weights_bytes
+        share = 128 * core.view.token_bytes / weights_bytes_of(core)
         assert (share <= POOL_SHARE) == (columns == 16)
         assert core.tails.columns == columns
     finally:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tiny_families
+from core_parts import cached_nodes, layer_shapes, retention_of
 from tiny_families import prompt_of
 
 from penstock.engine.core import Core
@@ -95,7 +96,7 @@ def apart(made: Any, *codecs: str) -> list[float]:
 def coded(core: Core) -> int:
     """Return of how many tokens both sides of all layers are coded; of the others none are."""
     found = 0
-    for node in core.prefixes.tree:
+    for node in cached_nodes(core):
         kinds = {isinstance(side, Coded) for layer in node.segment.layers for side in layer}
         assert len(kinds) == 1
         found += node.segment.tokens if kinds == {True} else 0
@@ -138,7 +139,7 @@ def test_latent_of_realistic_size(codec: str, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setitem(tiny_families.EXCEPTIONS, ("deepseek_v3", name), size)
     made = tiny_families.build("deepseek_v3")
     with engine(made, codec) as core:
-        shapes = {(each.kv_heads, each.key_dim, each.value_dim) for each in core.runner.shapes}
+        shapes = {(each.kv_heads, each.key_dim, each.value_dim) for each in layer_shapes(core)}
         assert shapes == {(1, 128, 64)}
         first = submit(core, PROMPT)
         drain(core)
@@ -146,8 +147,8 @@ def test_latent_of_realistic_size(codec: str, monkeypatch: pytest.MonkeyPatch) -
         drain(core)
         assert tokens(first) == tokens(again)
         assert coded(core) == 3 * BLOCK
-        requantizer = core.stores.of(Requantizer)
+        requantizer = retention_of(core, Requantizer)
         assert requantizer is not None
-        nodes = [n for n in core.prefixes.tree if isinstance(n.segment.layers[0][0], Coded)]
+        nodes = [n for n in cached_nodes(core) if isinstance(n.segment.layers[0][0], Coded)]
         held = sum(node.segment.nbytes for node in nodes)
         assert held == pytest.approx(3 * BLOCK * requantizer.token_bytes)

@@ -9,6 +9,7 @@ from weakref import ref
 
 import pytest
 from cold_engine import SETTINGS
+from core_parts import placed_sequences
 from engine_faults import Alphabet, model_of, spell
 
 from penstock.engine.core import Core
@@ -81,7 +82,7 @@ def test_delayed_token_is_sent_without_another_pass(core: Core) -> None:
     handle = core.submit(Request(prompt=PROMPT, max_tokens=20, ignore_eos=True))
     until_first(core, handle)
     assert step(core, handle) == []
-    (sequence,) = core.scheduler.placed()
+    (sequence,) = placed_sequences(core)
     core.admission.preempt(sequence)
     assert len(step(core, handle)) == 1, "it is read again; its token does not wait for that"
     handle.cancel()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from chunk_speeds import TokenASecond
 from cold_engine import SETTINGS, said, submit
+from core_parts import placed_sequences, sequences_in
 from engine_faults import STATES, model_of
 
 from penstock.engine import core as core_module
@@ -53,7 +54,7 @@ def test_pass_changes_nothing_before_postprocess(core: Core, state: State) -> No
     core.clear()
     handle = submit(core, PROMPT)
     core.step()
-    (sequence,) = core.scheduler.placed()
+    (sequence,) = placed_sequences(core)
     while sequence.state is not state:
         core.step()
     for _ in range(2):  # as often as you like
@@ -125,7 +126,7 @@ def test_partial_block_prefill_does_not_change_text(core: Core) -> None:
         parts = 0
         while len(core.scheduler) > 1:
             core.step()
-            placed = core.scheduler.sequences(State.PREFILLING)
+            placed = sequences_in(core, State.PREFILLING)
             parts += any(sequence.position % core.limits.block_size for sequence in placed)
             core.view.check()
         assert (parts > 50) == (time is not None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 from cold_engine import BLOCK, SETTINGS, ask, running
+from core_parts import evict_all, fixed_bytes_of, hash_prompt
 from engine_faults import model_of
 
 from penstock.engine.core import Core
@@ -21,7 +22,7 @@ def test_view_bytes_match_admission() -> None:
     """With exactly this room it is admitted; with one index block less it is refused."""
     with running(None) as core:
         sequence = core.view.sequence_bytes(len(PROMPT))
-        fits = core.budget.fixed_bytes + sequence.per_sequence + sequence.shared
+        fits = fixed_bytes_of(core) + sequence.per_sequence + sequence.shared
         core.set_limit(fits - core.prefixes.index_bytes(1) - 1)
         with pytest.raises(NeverFits):
             core.submit(Request(prompt=PROMPT, max_tokens=1))
@@ -44,7 +45,7 @@ def test_claimed_share_excludes_evictable() -> None:
 def test_block_hashes_cover_all_blocks() -> None:
     with running(None) as core:
         ask(core, PROMPT)
-        chain = core.prefixes.block_hashes([*PROMPT])
+        chain = hash_prompt(core, [*PROMPT])
         assert set(chain) <= set(core.view.block_hashes())
         assert len(core.view.block_hashes()) == core.view.stats().held_tokens // BLOCK
         assert core.view.held_tokens(PROMPT) == len(PROMPT)
@@ -125,7 +126,7 @@ def test_shared_partial_block_is_counted_once() -> None:
         core.step()
         before = core.view.held_bytes
         leaf_bytes = core.prefixes.tree.nbytes
-        core.prefixes.clear()
+        evict_all(core)
         spans = [s.kv.own_spans for s in core.admission.sequences.values()]
         assert [len(own) for own in spans] == [1, 1, 1]
         assert len({id(own[0].segment.layers) for own in spans}) == 1 < len(spans)

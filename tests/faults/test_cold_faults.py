@@ -34,6 +34,7 @@ from cold_setup import (
     running,
 )
 from combinations import SOAK
+from core_parts import evict_all, hash_prompt
 from fault_setup import prompt_of, solo
 
 from penstock.engine.core import Core
@@ -68,7 +69,7 @@ def folder(written: Path, tmp_path: Path) -> Path:
 
 
 def keys(core: Core) -> list[str]:
-    return [key.hex() for key in core.prefixes.block_hashes(PROMPT)]
+    return [key.hex() for key in hash_prompt(core, PROMPT)]
 
 
 def path_of(folder: Path, key: str) -> Path:
@@ -81,7 +82,7 @@ def assert_recovers(core: Core, restored: int = WHOLE) -> None:
     found = -1
     while found < restored or ssd(core).off is not None:
         assert time.monotonic() < until, (found, ssd(core))
-        core.prefixes.clear()
+        evict_all(core)
         found = assert_right(core)
         time.sleep(0.01)
 
@@ -221,15 +222,13 @@ def damage_records(
     dice = random.Random(seed)
     damages = [*DAMAGES]
     dice.shuffle(damages)
-    names = [key.hex() for key in core.prefixes.block_hashes(asked)][
-        record_blocks - 1 :: record_blocks
-    ]
+    names = [key.hex() for key in hash_prompt(core, asked)][record_blocks - 1 :: record_blocks]
     for damage in damages:
         paths = dice.sample([path_of(folder, name) for name in names], 2)
         damaged = damage(dice, *paths)
         until = sorted(names.index(path.name.partition(".")[0]) for path in damaged)
         for records in (*until, len(names)):
-            core.prefixes.clear()
+            evict_all(core)
             restored = records * record_blocks * BLOCK
             assert assert_right(core, asked) == restored, damage.__name__
         assert (ssd(core).off, ssd(core).faults) == (None, 0), damage.__name__
@@ -290,7 +289,7 @@ def test_foreign_files_are_ignored(folder: Path, patient: None) -> None:
     with running(folder) as core:
         assert assert_right(core) == WHOLE
         wait_for_chores(core)
-        core.prefixes.clear()
+        evict_all(core)
         assert assert_right(core) == WHOLE
         assert (ssd(core).off, ssd(core).faults) == (None, 0)
         assert core.tiers is not None and core.tiers.tiers["disk"].tier._thread.is_alive()
@@ -424,7 +423,7 @@ def test_index_locked_by_other_process_does_not_block(
         db = sqlite3.connect(index_of(folder), isolation_level=None)
         db.execute("BEGIN EXCLUSIVE")
         for seed in range(2):
-            core.prefixes.clear()
+            evict_all(core)
             prompts = [PROMPT, prompt_of(200, seed)]
             handles = [submit(core, prompt) for prompt in prompts]
             assert run(core, *handles) < 0.9 * busy
@@ -472,14 +471,14 @@ def test_unwritable_files(nbytes: int, folder: Path, patient: None) -> None:
     with running(folder) as core:
         with file_size_limit(nbytes):
             for seed in range(3):
-                core.prefixes.clear()
+                evict_all(core)
                 assert_right(core)
                 assert_right(core, prompt_of(200, seed))
                 time.sleep(0.06)
             assert ssd(core).faults > 0 or nbytes > 5_000
         assert_recovers(core)
         assert assert_right(core, prompt_of(200, 5)) == 0
-        core.prefixes.clear()
+        evict_all(core)
         assert assert_right(core, prompt_of(200, 5)) == 192
     assert_in_order(folder, 10**9)
 
@@ -499,7 +498,7 @@ folder = Path(sys.argv[1])
 def again(restored):
     until = time.monotonic() + SOON
     while True:
-        core.prefixes.clear()
+        evict_all(core)
         if assert_right(core) >= restored and ssd(core).off is None:
             return
         assert time.monotonic() < until, ssd(core)
@@ -507,7 +506,7 @@ def again(restored):
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", folder], check=True)
 with running(folder) as core:
     assert_right(core)
-    core.prefixes.clear()
+    evict_all(core)
     assert_right(core)
     assert ssd(core).faults > 0
     subprocess.run(["mount", "-o", "remount,size=50m", folder], check=True)
@@ -516,14 +515,14 @@ subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
 with running(folder) as core:
     for seed in range(2):
         assert_right(core, prompt_of(200, seed))
-        core.prefixes.clear()
+        evict_all(core)
         assert_right(core)
         time.sleep(0.06)
     assert ssd(core).off is not None
     subprocess.run(["mount", "-o", "remount,rw", folder], check=True)
     again(BLOCKS * BLOCK)
     assert assert_right(core, prompt_of(200, 9)) == 0
-    core.prefixes.clear()
+    evict_all(core)
     assert assert_right(core, prompt_of(200, 9)) == 192
 assert_in_order(folder, 10**9)
 print("done")
@@ -561,7 +560,7 @@ def test_unreadable_file_switches_tier_off_once(
         assert_right(core)
         assert ssd(core).faults == 1
         for _ in range(2):
-            core.prefixes.clear()
+            evict_all(core)
             until = time.monotonic() + SOON
             while ssd(core).off is not None:
                 assert core.tiers is not None
@@ -589,7 +588,7 @@ def test_intermittent_disk_errors(
     monkeypatch.setattr(os, name, fails)
     with running(folder) as core:
         for seed in range(6):
-            core.prefixes.clear()
+            evict_all(core)
             assert_right(core)
             assert_right(core, prompt_of(200, seed))
             time.sleep(0.06)
@@ -611,7 +610,7 @@ def test_folder_that_vanishes_and_returns(folder: Path, tmp_path: Path) -> None:
         folder.rename(away)
         folder.write_text("a file in its place")
         for seed in range(3):
-            core.prefixes.clear()
+            evict_all(core)
             assert_right(core)
             assert_right(core, prompt_of(200, seed))
             time.sleep(0.06)
@@ -648,7 +647,7 @@ def test_slow_disk_does_not_block_steps(folder: Path, monkeypatch: pytest.Monkey
             new = submit(core, prompt_of(400, 2))
             run(core, new)
             assert said(new) == solo(prompt_of(400, 2), SAID)
-            core.prefixes.clear()  # what has not been copied by now cannot be written
+            evict_all(core)  # what has not been copied by now cannot be written
             goes_on.set()
             settle(core)
         assert not waited_in_vain, "steps have waited for the disk"
@@ -763,11 +762,11 @@ def test_eviction_order_is_independent_of_clock(
     with running(tmp_path, ssd_cache_limit=SMALL_LIMIT) as core:
         for prompt, jump in ((first, 50), (second, 0), (first, -50), (third, -80)):
             monkeypatch.setattr(time, "time", lambda jump=jump: now + jump * YEAR)
-            core.prefixes.clear()
+            evict_all(core)
             assert_right(core, prompt)
-        core.prefixes.clear()
+        evict_all(core)
         assert assert_right(core, first) == 399, "it was used after the second"
-        core.prefixes.clear()
+        evict_all(core)
         assert assert_right(core, second) < 399
 
 

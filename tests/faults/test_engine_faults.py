@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 import psutil
 import pytest
+from core_parts import cached_nodes, evict_all, weights_bytes_of
 from engine_faults import (
     Broken,
     Fault,
@@ -184,7 +185,7 @@ def test_kept_error_holds_no_arrays(how: Fault, only: Any) -> None:
             for _ in range(30):
                 setup.step()
             assert not setup.model.times
-            setup.core.prefixes.clear()
+            evict_all(setup.core)
             setup.check()
         for handle in handles:
             error: BaseException | None = error_of(handle)
@@ -413,7 +414,7 @@ def test_oversized_request_is_refused_with_numbers() -> None:
             setup.ask(499, max_tokens=12)
         error = caught.value
         assert (error.room_bytes, error.limit_bytes) == (100_000, setup.fixed + 100_000)
-        assert error.needed_bytes > 499 * setup.core.runner.token_bytes
+        assert error.needed_bytes > 499 * setup.core.view.token_bytes
         assert error.status == 413
         assert setup.core.view.idle
         assert setup.core.view.stats().requests == 0
@@ -668,8 +669,8 @@ def test_least_valuable_nodes_are_evicted_under_pressure(monkeypatch: pytest.Mon
         used = 0.9
         setup.now += 1.0
         setup.step()
-        own = {node for node in setup.core.prefixes.tree if node.pins}
-        assert set(setup.core.prefixes.tree) == own, "all that nobody reads is gone"
+        own = {node for node in cached_nodes(setup.core) if node.pins}
+        assert set(cached_nodes(setup.core)) == own, "all that nobody reads is gone"
         setup.drain()
         assert_right(running)
 
@@ -744,11 +745,10 @@ def test_released_arrays_are_freed_without_garbage_collector() -> None:
             setup.drain()
             for handle in handles:
                 assert_right(handle)
-            setup.core.prefixes.clear()
+            evict_all(setup.core)
             setup.check()
             assert (
-                setup.core.view.held_bytes
-                == setup.core.budget.weights_bytes + setup.core.tails.nbytes
+                setup.core.view.held_bytes == weights_bytes_of(setup.core) + setup.core.tails.nbytes
             )
 
 
@@ -776,7 +776,7 @@ def test_closed_engine_counts_only_weights_and_empty_index() -> None:
             assert end_of(handle).reason == "cancelled"
             assert_begins_right(handle)
         left = {kind: n for kind, n in setup.core.ledger.by_class().items() if n}
-        weights, index = setup.core.budget.weights_bytes, setup.core.prefixes.fixed_bytes
+        weights, index = weights_bytes_of(setup.core), setup.core.prefixes.fixed_bytes
         assert left == {Kind.WEIGHTS: weights, Kind.INDEX: index}
         assert setup.core.view.idle
         setup.fixed = weights + index

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from core_parts import evict_all
 from engine_faults import spell
 from fault_setup import Setup, end_of, made, prompt_of
 
@@ -45,7 +46,7 @@ def alone(setup: Setup, prompt: tuple[int, ...], tokens: int, sampling: Sampling
     handle = setup.ask(prompt, tokens, sampling=sampling)
     while setup.core.step():
         pass
-    setup.core.prefixes.clear()
+    evict_all(setup.core)
     return handle
 
 

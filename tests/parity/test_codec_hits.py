@@ -14,6 +14,7 @@ import mlx.core as mx
 import pytest
 from cold_engine import files, settle, ssd
 from combinations import pairs
+from core_parts import cached_match, hash_prompt
 
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
@@ -127,7 +128,7 @@ def same(found: Said, expected: Said, within: float = SUMS) -> None:
 def blocks(core: Core, tokens: Sequence[int]) -> list[list[bytes]]:
     """Return the bytes of every whole block in front of a prompt's last token."""
     size, found = core.limits.block_size, []
-    for node in core.prefixes.match(core.prefixes.block_hashes(list(tokens))).path:
+    for node in cached_match(core, list(tokens)).path:
         for at in range(0, len(node.tokens), size):
             layers = Segment.views(node.segment.layers, at, at + size).layers
             found.append([bytes(mx.contiguous(a)) for pair in layers for a in col.arrays(*pair)])
@@ -163,7 +164,7 @@ def test_codec_text_is_equal_cold_warm_restored_and_after_damage(
         same(ask(core, ASKED), expected)
         assert blocks(core, ASKED) == held
         assert core.view.stats().restored_tokens == len(held) * case.block_size
-        key = core.prefixes.block_hashes(list(ASKED))[len(held) // 2]
+        key = hash_prompt(core, list(ASKED))[len(held) // 2]
     (damaged,) = [file for file in files(tmp_path) if key.hex() in file.name]
     raw = bytearray(damaged.read_bytes())
     raw[-50] ^= 1

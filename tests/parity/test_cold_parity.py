@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from cold_engine import files
+from core_parts import cached_nodes, evict_all
 from parity_models import model_of, prompt_of
 from test_engine import BASE, SMALL, answer, ask, check, drain, engine, every_family
 
@@ -57,7 +58,7 @@ def test_text_is_equal_from_memory_disk_and_after_restart(family: str, tmp_path:
     with with_disk(model, tmp_path) as core:
         for on_disk in (0, 0, 64):
             if on_disk:
-                core.prefixes.clear()
+                evict_all(core)
             handle = ask(core, BASE, 24)
             drain(core)
             check(family, handle)
@@ -67,7 +68,7 @@ def test_text_is_equal_from_memory_disk_and_after_restart(family: str, tmp_path:
         drain(core)
         check(family, again)
         assert (restored(core), core.view.stats().prefilled_tokens) == (64, 5)
-        core.prefixes.clear()
+        evict_all(core)
         turn = ask(core, (*BASE, *answer(again), *prompt_of(4)), 16)
         drain(core)
         check(family, turn)
@@ -132,12 +133,12 @@ def test_half_precision_text_is_equal_after_restore(
     try:
         with with_disk(model, tmp_path) as core:
             cold, warm = (said(core), said(core))
-            core.prefixes.clear()
+            evict_all(core)
             assert said(core) == warm == cold
         with with_disk(model, tmp_path) as core:
             assert said(core) == warm
             assert restored(core) == 64
-            arrays = [a for node in core.prefixes.tree for kv in node.segment.layers for a in kv]
+            arrays = [a for node in cached_nodes(core) for kv in node.segment.layers for a in kv]
             assert {a.dtype for a in arrays if isinstance(a, mx.array)} == {dtype}
     finally:
         model_of.cache_clear()

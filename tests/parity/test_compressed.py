@@ -13,6 +13,7 @@ import pytest
 import tiny_families
 from asking import ask, cached, drain
 from cold_engine import running, settle
+from core_parts import pinned_nodes
 from tiny_families import plain_greedy, prompt_of
 
 from penstock.attention import devices
@@ -56,7 +57,7 @@ def engine(**settings: Any) -> Iterator[Core]:
         yield core
         core.view.check()
         assert core.view.idle
-        assert core.prefixes.tree.pins == 0
+        assert pinned_nodes(core) == 0
     finally:
         core.close()
 
@@ -149,7 +150,7 @@ def test_shared_prompt_rows_are_stored_once() -> None:
         alone = ask(core, [*shared, 5])
         drain(core)
         once = core.ledger.by_class()[Kind.NODES]
-        assert once == 160 * core.runner.token_bytes  # ten blocks, and nothing beside them
+        assert once == 160 * core.view.token_bytes  # ten blocks, and nothing beside them
         more = [ask(core, [*shared, 6 + i]) for i in range(4)]
         drain(core)
         assert core.ledger.by_class()[Kind.NODES] == once
@@ -170,7 +171,7 @@ def test_token_bytes_match_row_share() -> None:
             for rows in (cache.compress_kv, cache.index_k)
             if rows is not None
         )
-        assert kept == tokens * core.runner.token_bytes
+        assert kept == tokens * core.view.token_bytes
 
 
 def test_states_stay_within_reserved_bytes() -> None:
@@ -196,11 +197,11 @@ def test_nothing_is_dropped_past_window_and_all_is_reserved() -> None:
     with engine(max_kv_size=32, keep=4) as core:
         handle = ask(core, BASE, 30)
         needed = core.estimator.sequence_bytes(len(BASE) + 29)
-        assert needed >= 99 * core.runner.token_bytes
+        assert needed >= 99 * core.view.token_bytes
         drain(core)
         said(handle)
         with pytest.raises(NeverFits):
-            ask(core, [5] * core.budget.most_tokens(), 1)
+            ask(core, [5] * core.view.fitting_tokens, 1)
 
 
 def test_unsupported_settings_are_refused_with_reason() -> None:

@@ -14,6 +14,7 @@ import mlx.core as mx
 import pytest
 from asking import answer, ask, cached, drain, recount
 from combinations import each, pairs
+from core_parts import cached_nodes, evict_all, pinned_nodes, sequences_in, shrink, way_of, why_of
 from mlx_lm.models import cache as theirs
 from parity_models import (
     JOINED_FAMILIES,
@@ -64,7 +65,7 @@ def engine(model: Any, **settings: Any) -> Iterator[Core]:
     try:
         yield core
         recount(core)
-        assert core.view.idle and core.prefixes.tree.pins == 0
+        assert core.view.idle and pinned_nodes(core) == 0
         assert core.tails.free_slots == core.tails.slots
     finally:
         core.close()
@@ -107,7 +108,7 @@ def check(family: str, *handles: Handle) -> None:
 def test_text_is_equal_cold_warm_and_next_turn(family: str) -> None:
     with engine(model_of(family), **SMALL) as core:
         way = "shared" if family in SHARED_FAMILIES else "joined"
-        assert core.runner.fitness.way == way, core.runner.fitness.why
+        assert way_of(core) == way, why_of(core)
         for hits, computed in ((0, 69), (64, 5)):
             before = core.view.stats().prefilled_tokens
             handle = ask(core, BASE, 12)
@@ -157,7 +158,7 @@ def answers_on(device: AttentionBackend, family: str, codec: str | None = None) 
         settings |= {"kv_cache_min_quantize_tokens": 0}
     with devices.using(device), engine(model_of(family), **settings) as core:
         way = "joined" if family in JOINED_FAMILIES else "shared"
-        assert core.runner.fitness.way == way, core.runner.fitness.why
+        assert way_of(core) == way, why_of(core)
         handles = [ask(core, prompts[0], 12)]
         drain(core)
         handles += [ask(core, prompt, 12) for prompt in prompts[1:]]
@@ -208,7 +209,7 @@ def first_token_bytes(family: str) -> float:
         drain(core)
         peak = mx.get_peak_memory() - before
         check(family, handle)
-        return peak / (256 * core.runner.token_bytes)
+        return peak / (256 * core.view.token_bytes)
 
 
 def test_full_hit_allocates_nothing_for_prompt() -> None:
@@ -267,10 +268,10 @@ def test_node_is_split_while_in_use(family: str) -> None:
     with engine(model_of(family), block_size=16, prefill_chunk=64) as core:
         first = ask(core, BASE, 30)
         drain(core, 5)
-        assert [node.end for node in core.prefixes.tree] == [64]
+        assert [node.end for node in cached_nodes(core)] == [64]
         fork = ask(core, (*BASE[:40], *prompt_of(30, 3)), 20)
         drain(core, 1)
-        assert (0, 32) in {(node.start, node.end) for node in core.prefixes.tree}
+        assert (0, 32) in {(node.start, node.end) for node in cached_nodes(core)}
         warm = ask(core, BASE, 20)
         drain(core)
         check(family, first, fork, warm)
@@ -303,16 +304,16 @@ def test_text_is_equal_after_eviction(family: str) -> None:
         for prompt in (BASE, fork):
             ask(core, prompt, 20)
         drain(core)
-        while nodes := len(core.prefixes.tree):
-            while len(core.prefixes.tree) == nodes:
-                core.prefixes.shrink(1)  # what windows need no more, then a leaf at a time
+        while nodes := core.view.stats().nodes:
+            while core.view.stats().nodes == nodes:
+                shrink(core, 1)  # what windows need no more, then a leaf at a time
             recount(core)
-            held = core.prefixes.tree.tokens
+            held = core.view.stats().held_tokens
             handles = [ask(core, prompt, 8) for prompt in (BASE, fork)]
             drain(core)
             check(family, *handles)
-            while core.prefixes.tree.tokens > held:
-                core.prefixes.shrink(1)
+            while core.view.stats().held_tokens > held:
+                shrink(core, 1)
 
 
 @every_kind
@@ -324,8 +325,8 @@ def test_prompts_evict_each_other(family: str) -> None:
         core.step()
         needed = core.view.stats().used_bytes
         probe.cancel()
-        core.prefixes.clear()
-        core.set_limit(needed + 40 * core.runner.token_bytes)
+        evict_all(core)
+        core.set_limit(needed + 40 * core.view.token_bytes)
         for _ in range(2):
             handles = [ask(core, prompt, 12) for prompt in prompts]
             drain(core)
@@ -431,7 +432,7 @@ def receive(
                 handle.cancel()
         core.step()
         recount(core)
-        for sequence in core.scheduler.sequences(State.RUNNING):
+        for sequence in sequences_in(core, State.RUNNING):
             if dice.random() < 0.02:
                 core.admission.preempt(sequence)
         now += 1
@@ -546,7 +547,7 @@ def test_random_arrivals_with_windows_in_little_memory() -> None:
 
     settings = {"max_kv_size": 48, "keep": 12, "block_size": 8, "prefill_chunk": 16}
     with engine(model_of("llama"), **settings, max_batch_size=4) as core:
-        core.set_limit(core.view.stats().used_bytes + 200 * core.runner.token_bytes)
+        core.set_limit(core.view.stats().used_bytes + 200 * core.view.token_bytes)
         receive(core, random.Random(4), 10, reference)
         assert core.view.stats().evicted_nodes > 0
 
@@ -595,7 +596,7 @@ def test_sampling_is_independent_of_batch_and_cache(family: str, way: str) -> No
         within = ask(core, BASE, 20, sampling=sampling)
         others.append(ask(core, BASE, 20, sampling=Sampling(temperature=1.0, seed=1)))
         drain(core, 8)
-        for sequence in core.scheduler.sequences(State.RUNNING):
+        for sequence in sequences_in(core, State.RUNNING):
             core.admission.preempt(sequence)
         drain(core)
         assert answer(within) == expected

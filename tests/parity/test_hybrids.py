@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from asking import answer, ask, cached, drain
+from core_parts import cached_nodes, evict_all, pinned_nodes, retentions_of, way_of, why_of
 from mlx_lm.models import cache as theirs
 from parity_models import (
     RECURRENT_FAMILIES,
@@ -45,8 +46,8 @@ def engine(model: Any, **settings: Any) -> Iterator[Core]:
         yield core
         core.view.check()
         assert core.view.idle
-        assert core.prefixes.tree.pins == 0
-        core.prefixes.clear()
+        assert pinned_nodes(core) == 0
+        evict_all(core)
         assert core.ledger.by_class()[Kind.CHECKPOINTS] == 0
     finally:
         core.close()
@@ -67,7 +68,7 @@ def check(family: str, *handles: Handle) -> None:
 @every_family
 def test_text_is_equal_cold_warm_and_next_turn(family: str) -> None:
     with engine(model_of(family)) as core:
-        assert core.runner.fitness.way == "shared", core.runner.fitness.why
+        assert way_of(core) == "shared", why_of(core)
         for hits, computed in ((0, 69), (64, 5)):
             before = core.view.stats().prefilled_tokens
             handle = ask(core, BASE, 24)
@@ -182,7 +183,7 @@ def test_checkpoints_take_a_quarter_of_prefix_bytes() -> None:
     with engine(model_of("qwen3_next"), max_kv_size=4_096, keep=16) as core:
         ask(core, prompt_of(2_000), 40)
         drain(core)
-        (path,) = [node.path() for node in core.prefixes.tree if not node.children]
+        (path,) = [node.path() for node in cached_nodes(core) if not node.children]
         places = [node.start + each.offset for node in path for each in node.segment.checkpoints]
         assert places[-2:] == [2_032, 2_039] and 1_984 in places
         drop_partial_blocks(core)
@@ -239,8 +240,8 @@ def test_nan_states_are_not_stored() -> None:
     with engine(model_of("mamba2")) as core:
         ask(core, BASE, 2)
         drain(core)
-        (path,) = [node.path() for node in core.prefixes.tree if not node.children]
-        (recurrent,) = core.stores.all_of(RecurrentStates)
+        (path,) = [node.path() for node in cached_nodes(core) if not node.children]
+        (recurrent,) = retentions_of(core, RecurrentStates)
         with core.prefixes.pin(core.prefixes.match(path[-1].block_hashes[:1])):
             for node in path:
                 recurrent.checkpoints._replace(node, [], range(1_000))

@@ -13,6 +13,18 @@ from typing import Any
 import mlx.core as mx
 import pytest
 import tiny_families
+from core_parts import (
+    cached_match,
+    cached_nodes,
+    evict_all,
+    free_beside_tree,
+    layer_shapes,
+    placed_sequences,
+    retention_of,
+    retentions_of,
+    shrink,
+    way_of,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models import cache as theirs
@@ -56,9 +68,9 @@ ALL = 10**12
 
 def thin(core: Core) -> int:
     """Drop all that nobody needs; return the bytes."""
-    freed = core.prefixes._beside.relief.relieve(ALL)
+    freed = free_beside_tree(core, ALL)
     core.view.check()
-    assert core.prefixes._beside.relief.relieve(ALL) == 0
+    assert free_beside_tree(core, ALL) == 0
     return freed
 
 
@@ -66,7 +78,7 @@ def needed_bytes(core: Core, end: int, first: int | None = None) -> int:
     """Return what the nodes of one conversation hold that goes on at its end, and from `first` on;
     both in whole blocks."""
     stays = end - max(0, (first or end) - SLIDING_WINDOW) // BLOCK * BLOCK
-    windows, shapes = core.stores.of(Windows), enumerate(core.runner.shapes)
+    windows, shapes = retention_of(core, Windows), enumerate(layer_shapes(core))
     assert windows is not None
     return sum(shape.nbytes * (stays if i in windows.windows else end) for i, shape in shapes)
 
@@ -78,11 +90,11 @@ def node_bytes(core: Core) -> int:
 @every_family
 def test_next_turn_resumes_and_repeated_prompt_recomputes(family: str) -> None:
     with engine(model_of(family), **SMALL) as core:
-        assert core.runner.fitness.way == ("joined" if family == "gear" else "shared")
+        assert way_of(core) == ("joined" if family == "gear" else "shared")
         first = ask(core, BASE, 24)
         drain(core)
         drop_partial_blocks(core)
-        assert node_bytes(core) == 80 * core.runner.token_bytes
+        assert node_bytes(core) == 80 * core.view.token_bytes
         before = node_bytes(core)
         assert thin(core) == before - node_bytes(core) > 0
         assert node_bytes(core) == needed_bytes(core, 80)
@@ -109,12 +121,12 @@ def test_prompt_end_is_retained_after_full_prefill() -> None:
     with engine(model_of("gemma3"), **SMALL) as core:
 
         def ends() -> list[int]:
-            return [mark.offset for node in core.prefixes.tree for mark in node.segment.checkpoints]
+            return [mark.offset for node in cached_nodes(core) for mark in node.segment.checkpoints]
 
         ask(core, BASE, 24)
         while core.view.stats().prefilled_tokens < 64:
             core.step()
-        assert (core.prefixes.tree.tokens, ends()) == (64, [])
+        assert (core.view.stats().held_tokens, ends()) == (64, [])
         drain(core)
         assert ends() == [64]
 
@@ -126,9 +138,9 @@ def test_last_turn_can_be_regenerated_while_memory_allows(family: str) -> None:
         first = ask(core, BASE, 40)
         drain(core)
         drop_partial_blocks(core)
-        assert core.prefixes.tree.tokens == 96
+        assert core.view.stats().held_tokens == 96
         excess = node_bytes(core) - needed_bytes(core, 96, 64)
-        assert core.prefixes._beside.relief.relieve(excess) == excess
+        assert free_beside_tree(core, excess) == excess
         again = ask(core, BASE, 40)
         drain(core)
         drop_partial_blocks(core)
@@ -138,11 +150,9 @@ def test_last_turn_can_be_regenerated_while_memory_allows(family: str) -> None:
         check(family, first, again)
         assert cached(turn) == 96
         drop_partial_blocks(core)
-        assert core.prefixes.tree.tokens == 144, "150 tokens and an answer"
+        assert core.view.stats().held_tokens == 144, "150 tokens and an answer"
         excess = node_bytes(core) - needed_bytes(core, 144)
-        assert core.prefixes._beside.relief.relieve(excess) == excess, (
-            "of its first prompt nothing is left"
-        )
+        assert free_beside_tree(core, excess) == excess, "of its first prompt nothing is left"
         assert core.view.explain(list(turn.request.prompt)).reusable_tokens is None
         assert core.view.explain(list(BASE)).reusable_tokens == 0
 
@@ -159,7 +169,7 @@ def test_branch_inside_dropped_window_refills_nodes(
         drain(core)
         assert cached(fork) == 0
         thin(core)  # but where the two part is a place to go on, now
-        assert core.prefixes.match(core.prefixes.block_hashes(list(BASE))).tokens == 64
+        assert cached_match(core, list(BASE)).tokens == 64
         third = ask(core, (*BASE[:48], *prompt_of(20, 8)), 12)
         long = ask(core, (*BASE, *answer(first), *prompt_of(4)), 12)
         drain(core)
@@ -201,7 +211,7 @@ def test_random_arrivals_with_everything_dropped(
         make_room, step = core.prefixes.make_room, core.step
 
         def drop_first(*given: Any) -> bool:
-            core.prefixes._beside.relief.relieve(ALL)
+            free_beside_tree(core, ALL)
             return make_room(*given)
 
         def step_and_drop() -> bool:
@@ -222,7 +232,7 @@ def test_random_arrivals_in_little_memory(family: str) -> None:
             + core.estimator.decode_bytes(120)
             + core.estimator.prefill_bytes(120)
         )
-        core.set_limit(core.view.stats().used_bytes + room + 120 * core.runner.token_bytes)
+        core.set_limit(core.view.stats().used_bytes + room + 120 * core.view.token_bytes)
         receive(core, random.Random(5), 16, crowd_reference(family))
         assert core.view.stats().evicted_nodes > 0
 
@@ -249,12 +259,12 @@ def test_windows_are_thinned_before_nodes_are_evicted() -> None:
         for prompt in prompts:
             ask(core, prompt, 1, hold_seconds=600.0 if prompt is prompts[1] else 0.0)
             drain(core)
-        whole = 96 * core.runner.token_bytes
+        whole = 96 * core.view.token_bytes
         spare = whole - needed_bytes(core, 96)
         core.set_limit(core.ledger.used_bytes - spare // 2)
 
         def held() -> list[int]:
-            found = [core.prefixes.find(prompt).path for prompt in prompts]
+            found = [cached_match(core, prompt).path for prompt in prompts]
             return [sum(node.segment.kv_nbytes for node in path) for path in found]
 
         assert whole - spare < held()[0] <= whole - spare // 2
@@ -276,9 +286,9 @@ def test_unreachable_nodes_are_evicted_at_once() -> None:
         drain(core)
         drop_partial_blocks(core)
         thin(core)
-        assert len(core.prefixes.tree) > 2
-        core.prefixes.shrink(1)
-        assert len(core.prefixes.tree) == 0
+        assert core.view.stats().nodes > 2
+        shrink(core, 1)
+        assert core.view.stats().nodes == 0
 
 
 def test_nodes_in_use_are_thinned_to_admit_waiting_request() -> None:
@@ -290,11 +300,11 @@ def test_nodes_in_use_are_thinned_to_admit_waiting_request() -> None:
         assert core.view.stats().running == 1
         own = core.estimator.sequence_bytes(159) + core.estimator.decode_bytes(159)
         frees = core.prefixes._beside.relief.pinned_bytes
-        assert frees > 100 * core.runner.token_bytes / 3
+        assert frees > 100 * core.view.token_bytes / 3
         core.set_limit(core.ledger.used_bytes + own - frees // 2)
         second = ask(core, prompts[1], 10)
         drain(core, 1)
-        assert len(core.scheduler.placed()) == 2
+        assert len(placed_sequences(core)) == 2
         drain(core)
         check("gemma3", first, second)
 
@@ -330,8 +340,8 @@ def test_long_conversation_holds_little_more_than_its_windows() -> None:
         drain(core)
         drop_partial_blocks(core)
         whole = node_bytes(core)
-        assert whole == 2_048 * core.runner.token_bytes
-        goes_on_with = core.runner.shapes[0].nbytes * (2_048 + 5 * 128)
+        assert whole == 2_048 * core.view.token_bytes
+        goes_on_with = layer_shapes(core)[0].nbytes * (2_048 + 5 * 128)
         core.set_limit(core.ledger.used_bytes - (whole - goes_on_with))
         assert core.view.stats().evicted_nodes == 0
         assert node_bytes(core) <= 1.15 * goes_on_with < 0.26 * whole
@@ -360,7 +370,7 @@ def test_windows_with_codecs(scheme: str) -> None:
     }
     prompt = (*prompt_of(200, 7), *BASE)
     with engine(model_of("gemma3"), **settings, kv_cache_min_quantize_tokens=64) as core:
-        assert core.stores.of(Requantizer) is not None
+        assert retention_of(core, Requantizer) is not None
 
         def said(prompt: Sequence[int], hits: int) -> list[int]:
             handle = ask(core, prompt, 24)
@@ -378,7 +388,7 @@ def test_windows_with_codecs(scheme: str) -> None:
         assert said(prompt[:100], 0) == said(prompt[:100], 64)
         thin(core)
         assert said(turn, 320) == later
-        core.prefixes.clear()
+        evict_all(core)
         assert said(prompt, 0) == first
 
 
@@ -390,7 +400,7 @@ def test_windows_with_recurrent_states(name: str) -> None:
         base = tiny_families.prompt_of(70)
         fork, other = ([*base[:50], *tiny_families.prompt_of(20, seed)] for seed in (3, 5))
         with engine(model, **SMALL) as core:
-            assert core.stores.all_of(RecurrentStates)
+            assert retentions_of(core, RecurrentStates)
             first = ask(core, base, 12)
             drain(core)
             # Its last block is full now: where a conversation went on before, nobody goes on.
@@ -450,9 +460,9 @@ def test_blocks_queued_for_disk_are_dropped_last(
         drain(core)
         ask(core, other, 24)  # is used last, and written
         drain(core)
-        assert core.prefixes._beside.relief.relieve(1)
-        thinned = [node for node in core.prefixes.tree if node.segment.missing]
-        keys = core.prefixes.match(core.prefixes.block_hashes(BASE)).path
+        assert free_beside_tree(core, 1)
+        thinned = [node for node in cached_nodes(core) if node.segment.missing]
+        keys = cached_match(core, BASE).path
         assert any(node in keys for node in thinned) is not waits
         core.tiers.work = work  # type: ignore[method-assign]
         drain(core)
@@ -490,10 +500,10 @@ def test_refilled_blocks_stay_private_without_room(
         drain(core)
         thin(core)
         monkeypatch.setattr(core.prefixes, "cut", lambda *_: False)
-        short = [node.segment for node in core.prefixes.tree]
+        short = [node.segment for node in cached_nodes(core)]
         again = ask(core, FORK, 24)
         drain(core, 4)
-        assert [node.segment for node in core.prefixes.tree] == short
+        assert [node.segment for node in cached_nodes(core)] == short
         drain(core)
         monkeypatch.undo()
         last = ask(core, FORK, 24)
@@ -573,7 +583,7 @@ def test_check_detects_excess_dropped_block(family: str, monkeypatch: pytest.Mon
     handle = ask(core, BASE[:65], 12)
     drain(core, 2)  # all but the last token are read
     with drop_one_block_too_many(monkeypatch):
-        core.prefixes._beside.relief.relieve(ALL)
+        free_beside_tree(core, ALL)
     with pytest.raises(AssertionError, match="is seen from"):
         core.view.check()
     with monkeypatch.context() as patch:
@@ -598,7 +608,7 @@ def test_check_detects_read_of_dropped_blocks(family: str, monkeypatch: pytest.M
     handle = ask(core, BASE[:65], 24)
     drain(core, 2)
     with drop_one_block_too_many(monkeypatch):
-        core.prefixes._beside.relief.relieve(ALL)
+        free_beside_tree(core, ALL)
     drain(core)
     with pytest.raises((AssertionError, PenstockError), match=r"which led by|broadcast"):
         check(family, handle)

@@ -13,6 +13,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from cold_engine import running, settle
+from core_parts import layer_shapes, way_of
 from mlx.utils import tree_flatten, tree_map_with_path
 
 import penstock
@@ -292,10 +293,10 @@ def test_plan_knows_the_kv_bytes_of_packed_models(
         windows = planned["rows"][0]["window_bytes_per_token"]
         model = load_all(source, weights_dtype=dtype).model  # type: ignore[arg-type]
         with running(None, model=model) as core:
-            assert core.runner.token_bytes == rows[False] + windows
-            shape = core.runner.shapes[0]
+            assert core.view.token_bytes == rows[False] + windows
+            shape = layer_shapes(core)[0]
             numbers = shape.kv_heads * (shape.key_dim + shape.value_dim)
-            assert core.runner.token_bytes == 4 * numbers * nbytes
+            assert core.view.token_bytes == 4 * numbers * nbytes
             assert shape.dtype.size == nbytes
 
 
@@ -308,10 +309,10 @@ def test_kv_of_other_settings_is_as_computed(tmp_path: Path) -> None:
     for number, settings in enumerate(others):
         folder_of = tmp_path / f"disk{number}" if "active_kv_size" in settings else None
         with running(folder_of, model=model, **settings) as core:
-            assert core.runner.shapes[0].dtype == mx.float32
+            assert layer_shapes(core)[0].dtype == mx.float32
     disk = tmp_path / "disk"
     with running(disk, model=model) as core:
-        assert core.runner.shapes[0].dtype == mx.float16
+        assert layer_shapes(core)[0].dtype == mx.float16
         scored(core, PROMPT)
     with running(disk, model=model, kv_cache_quantization="turbo4") as core:
         scored(core, PROMPT)
@@ -326,7 +327,7 @@ def test_float16_kv_moves_logits_by_little(name: str, attend: int | None, tmp_pa
         model = load_all(source, weights_dtype=dtype).model  # type: ignore[arg-type]
         with running(None, model=model, attend_tokens=attend) as core:
             ends.append(scored(core, PROMPT)[0])
-            assert core.runner.shapes[0].dtype.size == (2 if dtype == "packed" else 4)
+            assert layer_shapes(core)[0].dtype.size == (2 if dtype == "packed" else 4)
     rounded, exact = ends
     assert [token for token, *_ in rounded] == [token for token, *_ in exact]
     off = max(abs(x[1] - y[1]) for x, y in zip(rounded, exact, strict=True))
@@ -441,7 +442,7 @@ def test_logits_are_bit_identical_in_any_batch_chunk_and_cache_state(
     model = load_all(folder(tmp_path, name, 4), weights_dtype=dtype).model
     with running(None, model=model) as core:
         (alone,) = scored(core, PROMPT)
-        assert core.runner.fitness.way == ("joined" if name == "gemma2" else "shared")
+        assert way_of(core) == ("joined" if name == "gemma2" else "shared")
         longer = [*PROMPT, *(token for token, *_ in alone[:5])]
         assert scored(core, PROMPT) == [alone]  # from the cache
         assert scored(core, longer)[0][:5] == alone[5:]  # the next turn

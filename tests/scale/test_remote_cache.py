@@ -21,6 +21,7 @@ import cold_engine
 import numpy as np
 import pytest
 from cold_engine import BLOCK, SOON, files, said, settle, ssd, submit
+from core_parts import evict_all, hash_prompt
 from engine_faults import VOCABULARY_TOKENS
 from numpy.typing import NDArray
 from redis_server import RedisServer, free_port
@@ -101,11 +102,11 @@ def remote(core: Core) -> TierStats:
 
 def name_of(core: Core, block: int) -> str:
     """Return the name of a block's value."""
-    return name(core, core.prefixes.block_hashes(PROMPT)[block])
+    return name(core, hash_prompt(core, PROMPT)[block])
 
 
 def name(core: Core, key: bytes) -> str:
-    return f"{FORMAT}/{root_hash(core.prefixes.fingerprint).hex()}/{key.hex()}.safetensors"
+    return f"{FORMAT}/{root_hash(core.view.fingerprint).hex()}/{key.hex()}.safetensors"
 
 
 def changed(raw: bytes, change: Callable[[str, Bytes], Bytes]) -> bytes:
@@ -217,7 +218,7 @@ def test_tiers_fill_each_others_gaps(store: RedisServer, tmp_path: Path) -> None
         assert remote(core).counts.read_blocks == 12
         ask(core)  # asked for again: worth the disk
         assert len(files(tmp_path / "b")) >= 12
-        core.prefixes.clear()
+        evict_all(core)
         assert ask(core) == (expected, WHOLE / 200)
         assert remote(core).counts.read_blocks + ssd(core).counts.read_blocks == 24
     store.client.flushall()
@@ -315,7 +316,7 @@ def test_hybrid_without_checkpoint_recomputes(store: RedisServer) -> None:
     expected = alone("falcon_h1")
     write(store.url, "falcon_h1")
     with running(store.url, "falcon_h1") as core:
-        keys = core.prefixes.block_hashes(PROMPT)
+        keys = hash_prompt(core, PROMPT)
         checkpoint = name(core, checkpoint_hash(keys[-1]))
         place = store.client.strlen(checkpoint) - 100
         (byte,) = store.client.getrange(checkpoint, place, place)
@@ -339,7 +340,7 @@ def test_value_evicted_by_store_is_a_miss(store: RedisServer) -> None:
         store.client.delete(name_of(core, 7))
         assert ask(core)[0] == alone()
         assert core.view.stats().restored_tokens == 7 * BLOCK
-        core.prefixes.clear()
+        evict_all(core)
         store.client.flushall()  # behind the back of who has just seen all of it
         assert ask(core)[0] == alone()
         assert remote(core).counts.missing_blocks >= 1
@@ -386,7 +387,7 @@ def test_answers_survive_store_faults(
         assert left[0] <= 0, "nothing has happened to the store"
         monkeypatch.setattr(RedisObjects, act, real)
         for _ in range(3):  # while it is off nobody waits for it
-            core.prefixes.clear()
+            evict_all(core)
             assert ask(core)[0] == expected
         if number == signal.SIGKILL:
             store.start()
@@ -397,7 +398,7 @@ def test_answers_survive_store_faults(
             assert time.monotonic() < until
             time.sleep(0.01)
         for _ in range(3):
-            core.prefixes.clear()
+            evict_all(core)
             assert ask(core)[0] == expected
         assert core.view.stats().restored_tokens >= WHOLE, "it is used again"
 

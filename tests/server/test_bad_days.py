@@ -25,6 +25,7 @@ import anthropic
 import httpx
 import openai
 import pytest
+from core_parts import wrap_model
 from engine_faults import Faulty, decodes, fails, runs_out_of_memory
 from patience import SOON
 from servers import Running, serving, slow_shutdown, wait_until
@@ -403,14 +404,12 @@ def test_many_disconnecting_clients() -> None:
 def failing(running: Running, how: Any, times: int, **only: Any) -> Iterator[None]:
     """Let the model fail so many times."""
     engine = running.service.engine
-    model = engine._later(lambda core: core.runner.model).result(SOON)
-    faulty = Faulty(model)
+    faulty = engine._later(lambda core: wrap_model(core, Faulty)).result(SOON)
     faulty.arm(how, times, **only)
-    engine._later(lambda core: setattr(core.runner, "model", faulty)).result(SOON)
     try:
         yield
     finally:
-        engine._later(lambda core: setattr(core.runner, "model", model)).result(SOON)
+        engine._later(lambda core: wrap_model(core, lambda _: faulty.model)).result(SOON)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -17,6 +17,7 @@ import anthropic
 import httpx
 import openai
 import pytest
+from core_parts import wrap_model
 from engine_faults import Faulty
 from patience import SOON
 from pydantic import ValidationError
@@ -454,9 +455,8 @@ def test_failing_model_logs_no_prompt(
 
     with caplog.at_level(logging.WARNING), serving() as running:
         engine = running.service.engine
-        faulty = Faulty(engine._later(lambda core: core.runner.model).result(SOON))
+        faulty = engine._later(lambda core: wrap_model(core, Faulty)).result(SOON)
         faulty.arm(quotes, 1_000)
-        engine._later(lambda core: setattr(core.runner, "model", faulty)).result(SOON)
         misbehave(running.url, KEY)
         wait_until(lambda: running.service.open_requests == 0)
     written = capfd.readouterr()

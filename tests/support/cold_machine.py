@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from blocks_on_disk import size_of
+from core_parts import evict_all
 from engine_machine import EngineMachine, picks
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
@@ -91,7 +92,7 @@ class ColdMachine(EngineMachine):
     @rule(pick=picks, over=st.integers(0, 7))
     def forget_and_ask_again(self, pick: int, over: int) -> None:
         """Evict all that can be, and ask for something that was held."""
-        self.core.prefixes.clear()
+        evict_all(self.core)
         if known := self.texts(""):
             text = known[pick % len(known)][: self.kind.most_prompt - over]
             self.ask(Request(prompt=text[: len(text) - over] or text, max_tokens=6))
@@ -114,7 +115,7 @@ class ColdMachine(EngineMachine):
         return sorted(path for path in records if path.stat().st_size)
 
     def _damage(self, pick: int, how: str, seed: int) -> None:
-        self.core.prefixes.clear()
+        evict_all(self.core)
         self.rest()  # what is evicted may be written, in place of other files
         files = self.files()
         if not files:

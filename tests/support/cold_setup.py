@@ -17,6 +17,7 @@ import cold_engine
 import pytest
 from blocks_on_disk import size_of
 from cold_engine import BLOCK, SAID, files, ssd
+from core_parts import evict_all
 from fault_setup import prompt_of, solo
 
 from penstock.engine.core import Core
@@ -83,7 +84,7 @@ def serve(folder: Path, seed: int, rounds: int, limit: int = SMALL_LIMIT) -> Non
         for number in range(rounds):
             for prompt in dice.sample(prompts, 3):
                 assert_right(core, prompt)
-            core.prefixes.clear()
+            evict_all(core)
             print(number, flush=True)
         assert ssd(core).counts.damaged_blocks == 0
         print("written", ssd(core).counts.written_blocks, flush=True)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 import pytest
+from core_parts import cached_nodes, evict_all, sequences_in, weights_bytes_of, wrap_model
 from engine_faults import (
     Alphabet,
     Broken,
@@ -170,8 +171,7 @@ class EngineMachine(RuleBasedStateMachine):
             **self.more_settings(),
         )
         mx.set_cache_limit(0)  # the core has set one
-        self.faulty = Faulty(self.core.runner.model)
-        self.core.runner.model = self.faulty
+        self.faulty = wrap_model(self.core, Faulty)
         self.opened_bytes = self.core.ledger.used_bytes
         self.failed = 0
         self.core.set_limit(self.fixed + ROOMS[1])
@@ -263,7 +263,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(pick=picks)
     def outrank(self, pick: int) -> None:
         """Ask for so many answers, and with such a priority, that everybody else is preempted."""
-        if not any(s.priority < 9 for s in self.core.scheduler.sequences(State.RUNNING)):
+        if not any(s.priority < 9 for s in sequences_in(self.core, State.RUNNING)):
             return  # those that outranked others do not give way to their like
         prompt = self.kind.pieces[pick % 3][:3]
         asked = self.ask(Request(prompt=prompt, n=self.kind.places, max_tokens=2, priority=9))
@@ -453,12 +453,12 @@ class EngineMachine(RuleBasedStateMachine):
 
     def look(self, chosen: list[int], salt: str) -> None:
         prompt = tuple(t for i in chosen for t in self.kind.pieces[i])
-        before = self.core.view.stats(), [(n.id, n.hits) for n in self.core.prefixes.tree]
+        before = self.core.view.stats(), [(n.id, n.hits) for n in cached_nodes(self.core)]
         held = self.core.view.explain(prompt, salt).held_tokens
         assert held == self.found(prompt, salt)
         size = self.kind.block_size
         assert held // size * size <= self.most_shared(prompt, salt)
-        assert before == (self.core.view.stats(), [(n.id, n.hits) for n in self.core.prefixes.tree])
+        assert before == (self.core.view.stats(), [(n.id, n.hits) for n in cached_nodes(self.core)])
 
     def found(self, prompt: tuple[int, ...], salt: str) -> int:
         """Return the tokens of a prompt's whole blocks in the tree, and of a partial one."""
@@ -588,7 +588,7 @@ class EngineMachine(RuleBasedStateMachine):
             for node in families.pop().values():
                 reached.add(node)
                 families.append(node.children)
-        assert reached == set(core.prefixes.tree), "nodes that cannot be reached"
+        assert reached == set(cached_nodes(core)), "nodes that cannot be reached"
         self.take_in()
         stats = core.view.stats()
         open_choices = sum(a.request.n - len(a.ended) for a in self.asked)
@@ -599,11 +599,11 @@ class EngineMachine(RuleBasedStateMachine):
     def close_core(self) -> None:
         """Everything is given back, to the byte."""
         core = self.core
-        core.prefixes.clear()
+        evict_all(core)
         self.account_is_right()
         assert core.ledger.used_bytes == self.fixed
-        assert len(core.prefixes.tree) == 0
-        weights = core.budget.weights_bytes
+        assert core.view.stats().nodes == 0
+        weights = weights_bytes_of(core)
         core.close()
         assert settled_memory() == self.before, "something outlives the engine"
         left = {kind: n for kind, n in core.ledger.by_class().items() if n}

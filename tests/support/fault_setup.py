@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
+from core_parts import evict_all, weights_bytes_of, wrap_model
 from engine_faults import VOCABULARY_TOKENS, Alphabet, Faulty, model_of, spell
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -68,8 +69,7 @@ class Setup:
             model_of("llama"), self.tokenizer, clock=lambda: self.now, **{**SETTINGS, **settings}
         )
         mx.set_cache_limit(0)  # the core has set one
-        self.model = Faulty(self.core.runner.model)
-        self.core.runner.model = self.model
+        self.model = wrap_model(self.core, Faulty)
         self.others = mx.get_active_memory() - self.core.view.held_bytes
         self.fixed = self.core.ledger.used_bytes
         self.asked: list[Handle] = []
@@ -162,11 +162,11 @@ def made(**settings: Any) -> Iterator[Setup]:
     try:
         yield setup
         setup.drain()
-        core.prefixes.clear()
+        evict_all(core)
         setup.check()
         assert core.ledger.used_bytes == setup.fixed
     finally:
         gc.enable()
         core.close()
         mx.set_cache_limit(setup.cache_limit)
-    assert mx.get_active_memory() - setup.others == core.budget.weights_bytes
+    assert mx.get_active_memory() - setup.others == weights_bytes_of(core)

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import mlx.core as mx
 import tiny_families
 from cold_engine import SOON, running, settle
+from core_parts import way_of, why_of
 from mlx_lm.models import cache as theirs
 from tiny_families import Unbuildable, plain_greedy, prompt_of
 
@@ -144,11 +145,11 @@ def examine(family: str, zoo: Zoo = MLX_LM, *, whole: bool = True) -> Row:
         turned = family in TURNED or any(map(_picks_columns, seam.plain_caches(model)))
         if whole and not turned:
             _check_window(family, model, zoo)
-    way = core.runner.fitness.way if core.runner.attention_windows else "-"
+    way = way_of(core) if core.runner.attention_windows else "-"
     walks = core.runner.is_recurrent
     why = "goes on where states were kept" if walks else ""
     if way == "joined":
-        why = "; ".join(filter(None, [_reason(core.runner.fitness.why), why]))
+        why = "; ".join(filter(None, [_reason(why_of(core)), why]))
     if family in STEPWISE:
         why = "; ".join(filter(None, [why, f"as read token by token: {STEPWISE[family]}"]))
     if family in WHOLE:

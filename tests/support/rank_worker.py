@@ -113,11 +113,11 @@ def held(core: Core) -> dict[str, Any]:
     by_kind = core.ledger.by_class()
     return {
         "node_bytes": by_kind[Kind.NODES],
-        "tokens": core.prefixes.tree.tokens,
+        "tokens": core.view.stats().held_tokens,
         "limit_bytes": core.ledger.limit_bytes,
         "hit_tokens": core.counters.hit_tokens,
         "restored_tokens": core.counters.restored_tokens,
-        "evicted_nodes": core.prefixes.counts.evicted_nodes,
+        "evicted_nodes": core.view.stats().evicted_nodes,
         "preemptions": core.counters.preemptions,
     }
 
@@ -201,7 +201,7 @@ def soak(core: Core, requests: int = 1_000) -> list[Any]:
     run(core)
     core.clear()
     core.step()
-    assert core.prefixes.tree.tokens == 0
+    assert core.view.stats().held_tokens == 0
     return [ends]
 
 

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import mlx.core as mx
 import numpy as np
 from cold_machine import ColdMachine
+from core_parts import cached_nodes, evict_all, retention_of
 from engine_machine import ROOMS, Wish, picks, wishes
 from engine_reference import Kind, spilling_kinds
 from hypothesis import strategies as st
@@ -95,7 +96,7 @@ class SpillMachine(ColdMachine):
 
     @property
     def spilling(self) -> Spilling | None:
-        return self.core.stores.of(Spilling)
+        return retention_of(self.core, Spilling)
 
     @property
     def gone(self) -> int:
@@ -152,13 +153,13 @@ class SpillMachine(ColdMachine):
         for cache in caches:
             pairs = [tuple(pair) for pair in cache.held_checksums().tolist()]
             assert len(set(pairs)) == len(pairs) == len(cache), "a pair in two places of the cache"
-        for node in self.core.prefixes.tree:
+        for node in cached_nodes(self.core):
             numbers = {place // blocks.record_blocks for place in places_of(node.segment)}
             assert numbers <= set(blocks._keys), "blocks without a place"
 
     def close_core(self) -> None:
         """Everything is given back, the places too."""
-        self.core.prefixes.clear()
+        evict_all(self.core)
         if self.spilling is not None:
             self.spilling.blocks.retain(())
             assert self.spilling.blocks.records == 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import cold_engine
 import mlx.core as mx
+from core_parts import retention_of
 from engine_faults import LOUDER, VOCABULARY_TOKENS, model_of
 from small_models import BASE
 from small_models import build as small_model
@@ -40,7 +41,7 @@ def running(folder: Path, family: str = "llama", **settings: Any) -> Iterator[Co
 
 
 def spilling_of(core: Core) -> Spilling:
-    spilling = core.stores.of(Spilling)
+    spilling = retention_of(core, Spilling)
     assert spilling is not None
     return spilling
 

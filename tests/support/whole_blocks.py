@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from core_parts import cached_nodes
+
 from penstock.engine.core import Core
 
 
 def drop_partial_blocks(core: Core) -> None:
     """Drop the ends of sequences, so that whole blocks alone are left."""
-    for node in list(core.prefixes.tree):
+    for node in cached_nodes(core):
         if node.partial:
             node.hits = 0
             core.prefixes.drop_partial(node)

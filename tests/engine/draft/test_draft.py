@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from core_parts import evict_all
 from engine_faults import model_of
 from mlx.utils import tree_map
 
@@ -223,7 +224,7 @@ def test_finished_sequences_free_draft_bytes(how: str) -> None:
                 pass
         assert draft.live == []
         core.view.check()
-        core.prefixes.clear()
+        evict_all(core)
         assert draft.used_bytes == draft.fixed_bytes
         assert core.ledger.by_class()[Kind.DRAFT] == draft.fixed_bytes
 
@@ -255,9 +256,9 @@ def test_draft_prefixes_are_shared_and_evicted_first() -> None:
         assert core.draft.live[0].num_cached_tokens > len(PROMPT) // 16 * 16 - 16
         while core.step():
             pass
-        nodes = len(core.prefixes.tree)
+        nodes = core.view.stats().nodes
         assert core.prefixes.make_room(core.ledger.free_bytes + tree.nbytes)
-        assert (tree.tokens, len(core.prefixes.tree)) == (0, nodes)
+        assert (tree.tokens, core.view.stats().nodes) == (0, nodes)
 
 
 def test_running_sequences_lose_draft_kv_last() -> None:

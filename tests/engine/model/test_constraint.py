@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from core_parts import evict_all
 from engine_faults import model_of
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -205,7 +206,7 @@ def test_greedy_constrained_text_is_batch_invariant(core: Core) -> None:
     texts = (QUESTION, "Animals are good company.", "The code of the royal owl is 17.")
     wishes = [(text, grammar) for text in texts for grammar in (None, GRAMMAR)]
     alone = [run(core, ask(core, text, grammar=grammar))[0].tokens for text, grammar in wishes]
-    core.prefixes.clear()
+    evict_all(core)
     together = run(core, *[ask(core, text, grammar=grammar) for text, grammar in wishes])
     assert [choice.tokens for choice in together] == alone
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny_families
 from cold_engine import running, settle, submit
+from core_parts import evict_unpinned, placed_sequences
 from engine_faults import VOCABULARY_TOKENS, model_of
 from helpers import peak_above
 
@@ -160,7 +161,7 @@ def test_preempted_prompt_has_all_logprobs() -> None:
     with running(None, max_batch_size=1) as core:
         handle = submit(core, SHARED, max_tokens=4, prompt_logprobs=1)
         core.step()
-        (sequence,) = core.scheduler.placed()
+        (sequence,) = placed_sequences(core)
         assert 0 < sequence.position < len(SHARED) - 1
         core.admission.preempt(sequence)
         settle(core)
@@ -177,7 +178,7 @@ def test_cached_logprobs_are_bounded_and_evicted() -> None:
         held = scored.nbytes
         assert held > most // 2
         assert core.ledger.by_class()[Kind.PROMPTS] == held == scored.recount()
-        assert core.prefixes.make_room(core.ledger.free_bytes + core.prefixes.evictable_bytes)
+        assert evict_unpinned(core)
         assert scored.nbytes == 0
         core.view.check()
 

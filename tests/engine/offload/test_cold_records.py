@@ -11,6 +11,7 @@ import cold_engine
 import numpy as np
 import pytest
 from cold_engine import BLOCK, ask, files, ssd
+from core_parts import hash_prompt
 from tiny_families import VOCABULARY_TOKENS, build
 
 from penstock.kv.block_spans import Spans
@@ -121,7 +122,7 @@ def test_damaged_record_costs_only_itself(tmp_path: Path) -> None:
     asked = prompt(230)
     with running(tmp_path) as core:
         expected = ask(core, asked)
-        keys = core.prefixes.block_hashes(asked)
+        keys = hash_prompt(core, asked)
     path = next(path for path in files(tmp_path) if keys[7].hex() in path.name)
     raw = bytearray(path.read_bytes())
     raw[-5] ^= 1
@@ -150,7 +151,7 @@ def test_queued_chain_is_extended_in_place(tmp_path: Path) -> None:
     with running(tmp_path) as core:
         assert core.tiers is not None
         (tier,) = core.tiers
-        keys = core.prefixes.block_hashes(prompt(3_200))
+        keys = hash_prompt(core, prompt(3_200))
         for blocks in range(10, 201, 10):
             tier.writer.note(keys[:blocks], b"", blocks - 10)
         assert (len(tier.writer._pending), tier.writer._pending_hashes) == (1, 200)

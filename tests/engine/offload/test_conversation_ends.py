@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from cold_engine import SAID, SOON, files, running, said, settle, submit
 from combinations import pairs
+from core_parts import evict_all
 from engine_faults import model_of
 from safetensors import SafetensorError, safe_open
 from tiny_families import VOCABULARY_TOKENS, build
@@ -153,7 +154,7 @@ def test_evicted_ends_are_written_first(family: str, saved: bool, tmp_path: Path
             core.prefixes._beside.evicting.clear()
         turn = (*talk, *ask(core, talk), *tokens(9, 4))
         before = written(core)
-        core.prefixes.clear()
+        evict_all(core)
         settle(core)
         assert written(core) - before == saved * (4 if family in HYBRIDS else 1)
     with engine(tmp_path, family, 8) as core:

@@ -11,6 +11,7 @@ import cold_engine
 import mlx.core as mx
 import pytest
 from cold_engine import files, said, settle, ssd, submit
+from core_parts import cached_match
 
 from penstock.engine.core import Core
 from penstock.engine.engine import Engine
@@ -82,7 +83,7 @@ def ask(core: Core, tokens: list[int]) -> tuple[tuple[int, ...], int]:
 
 
 def path(core: Core, tokens: list[int]) -> list[Node[Segment]]:
-    return list(core.prefixes.match(core.prefixes.block_hashes(tokens)).path)
+    return list(cached_match(core, tokens).path)
 
 
 def whole(core: Core, tokens: list[int]) -> list[list[bytes]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from cold_engine import BLOCK, SOON, ask, files, running, said, settle, ssd, submit
+from core_parts import evict_all
 from engine_faults import VOCABULARY_TOKENS
 from objects_in_memory import InMemory
 from spilled_engine import SPILLED, prompt, spilling_of
@@ -136,7 +137,7 @@ def test_hanging_store_does_not_block_folder_hits(values: InMemory, tmp_path: Pa
         values.go.clear()
         longer = (*PROMPT, *PROMPT[:40])  # of which the folder has not all
         for asked in (PROMPT, longer):
-            core.prefixes.clear()
+            evict_all(core)
             began = time.monotonic()
             handle = submit(core, asked)
             while not handle.ends:
@@ -157,7 +158,7 @@ def test_hanging_store_is_awaited_once(values: InMemory, monkeypatch: pytest.Mon
         values.seconds = 0.5
         took = []
         for _ in range(4):
-            core.prefixes.clear()
+            evict_all(core)
             began = time.monotonic()
             assert ask(core, PROMPT) == expected
             took.append(time.monotonic() - began)
@@ -191,7 +192,7 @@ def test_clear_keeps_remote_blocks(values: InMemory) -> None:
 def test_explain_names_both_tiers(tmp_path: Path) -> None:
     with shared(tmp_path) as core:
         ask(core, PROMPT)
-        core.prefixes.clear()
+        evict_all(core)
         found = core.view.explain(PROMPT, ask_tiers=True)
         assert found.tier_tokens == WHOLE
         assert "192 tokens are on the disk or in the remote cache" in found.reason

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from cold_engine import BLOCK, SOON, ask, files, running, said, settle, ssd, submit
+from core_parts import cached_nodes, evict_all, fixed_bytes_of, hash_prompt
 
 from penstock.engine.core import Core
 from penstock.engine.offload import engine_tier as tier_module
@@ -113,7 +114,7 @@ def test_blocks_of_any_size_are_restored(family: str, block_size: int, tmp_path:
             if restarted:
                 whole = [len(tokens) // block_size * block_size for tokens in prompts]
                 assert core.view.stats().restored_tokens >= min(whole[0], len(asked) - 1)
-                core.prefixes.clear()
+                evict_all(core)
                 assert ask(core, turn) == expected[-1]
 
 
@@ -151,7 +152,7 @@ def test_cached_blocks_are_not_read_ahead(tmp_path: Path, monkeypatch: pytest.Mo
         ask(core, asked)
         assert len(ahead) == 5
         core.view.explain(asked)
-        core.prefixes.clear()
+        evict_all(core)
         ask(core, asked)
         assert len(ahead) == 5 + 10
 
@@ -161,7 +162,7 @@ def test_evicted_blocks_are_restored(tmp_path: Path) -> None:
     expected = cold_text(asked)
     with running(tmp_path) as core:
         assert ask(core, asked) == expected
-        core.prefixes.clear()
+        evict_all(core)
         assert ask(core, asked) == expected
         assert core.view.stats().restored_tokens == 288
 
@@ -280,7 +281,7 @@ def test_decoding_continues_during_restore(tmp_path: Path, monkeypatch: pytest.M
             assert said(quick) == expected[1]
             assert core.view.stats().restoring == 1
             held = core.view.stats().by_kind[Kind.TAILS.value]
-            assert held > 288 * core.runner.token_bytes, "counted before it is there"
+            assert held > 288 * core.view.token_bytes, "counted before it is there"
         settle(core)
         assert said(slow) == expected[0]
 
@@ -303,7 +304,7 @@ def test_hanging_disk_falls_back_to_computing(
             assert said(handle) == expected
             assert core.view.stats().restored_tokens == 0
             assert core.tiers is not None
-            assert core.tiers.paid_bytes == 288 * core.runner.token_bytes, "it is there still"
+            assert core.tiers.paid_bytes == 288 * core.view.token_bytes, "it is there still"
         settle(core)
         assert core.tiers.paid_bytes == 0
 
@@ -339,7 +340,7 @@ def test_restore_peak_memory_is_bounded(tmp_path: Path) -> None:
             assert time.monotonic() < until
             core.restoring.take()
             core.restoring.begin()
-        restored = 896 * core.runner.token_bytes
+        restored = 896 * core.view.token_bytes
         assert mx.get_peak_memory() - before <= 1.1 * restored
         handle.cancel()
 
@@ -349,10 +350,10 @@ def test_restore_evicts_to_make_room(tmp_path: Path) -> None:
     asked = [prompt(300, seed) for seed in range(3)]
     expected = [cold_text(tokens) for tokens in asked]
     with running(tmp_path) as core:
-        core.set_limit(core.budget.fixed_bytes + 340 * core.runner.token_bytes + 400_000)
+        core.set_limit(fixed_bytes_of(core) + 340 * core.view.token_bytes + 400_000)
         for turn in range(3):
             assert [ask(core, tokens) for tokens in asked] == expected, turn
-        assert core.prefixes.counts.evicted_nodes > 0
+        assert core.view.stats().evicted_nodes > 0
         assert core.view.stats().restored_tokens > 0
 
 
@@ -365,7 +366,7 @@ def test_damaged_record_costs_only_itself(block: int, tmp_path: Path) -> None:
     expected = cold_text(asked)
     with running(tmp_path) as core:
         ask(core, asked)
-        keys = core.prefixes.block_hashes(asked)
+        keys = hash_prompt(core, asked)
     path = next(path for path in files(tmp_path) if keys[block].hex() in path.name)
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 4
@@ -461,7 +462,7 @@ def test_most_valuable_blocks_are_preloaded_first(tmp_path: Path) -> None:
         for branch in branches:
             ask(core, branch)
         ask(core, prompt(300, 5))
-        core.prefixes.clear()
+        evict_all(core)
         ask(core, branches[0])  # is used last
     with running(tmp_path) as core:
         assert core.preload() == 192 + 64 + 304, "and answers are there, too"
@@ -471,7 +472,7 @@ def test_most_valuable_blocks_are_preloaded_first(tmp_path: Path) -> None:
         assert ssd(core).counts.read_blocks == reads
         assert core.view.stats().hit_tokens == 2 * 191
     with running(tmp_path) as core:
-        core.set_limit(core.budget.fixed_bytes + 240 * core.runner.token_bytes)
+        core.set_limit(fixed_bytes_of(core) + 240 * core.view.token_bytes)
         assert core.preload() == 192, "the one that was used last; nothing gives way for others"
         core.view.check()
         core.set_limit(200_000_000)
@@ -482,7 +483,7 @@ def test_most_valuable_blocks_are_preloaded_first(tmp_path: Path) -> None:
 def test_explain_reports_blocks_on_disk(tmp_path: Path) -> None:
     with running(tmp_path) as core:
         ask(core, prompt(200))
-        core.prefixes.clear()
+        evict_all(core)
         found = core.view.explain(prompt(200), ask_tiers=True)
         assert (found.held_tokens, found.tier_tokens) == (0, 192)
         assert "192 tokens are on the disk" in found.reason
@@ -497,13 +498,13 @@ def test_memory_hit_allocates_nothing_and_eviction_is_logged(
     caplog.set_level(logging.DEBUG, "penstock")
     with running(None, hot_cache_only=True) as core:
         ask(core, prompt(200))
-        before = {id(node.segment.layers[0][0]) for node in core.prefixes.tree}
+        before = {id(node.segment.layers[0][0]) for node in cached_nodes(core)}
         copied = core.view.stats().copied_bytes
         ask(core, prompt(200))
-        after = {id(node.segment.layers[0][0]) for node in core.prefixes.tree}
+        after = {id(node.segment.layers[0][0]) for node in cached_nodes(core)}
         assert before == after
         assert core.view.stats().copied_bytes == copied
-        core.prefixes.clear()
+        evict_all(core)
     assert "evicting a node of 192 tokens (cleared)" in caplog.text
 
 

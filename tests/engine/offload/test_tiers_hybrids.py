@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from cold_engine import BLOCK, SETTINGS, SOON, ask, running, said, settle, submit
+from core_parts import cached_nodes, fixed_bytes_of, hash_prompt, retentions_of
 from engine_faults import VOCABULARY_TOKENS, model_of
 
 from penstock.engine.core import Core
@@ -42,7 +43,7 @@ def fresh() -> tuple[int, ...]:
 
 
 def checkpoint_file(folder: Path, core: Core, blocks: int) -> Path:
-    key = core.prefixes.block_hashes(PROMPT)[blocks - 1]
+    key = hash_prompt(core, PROMPT)[blocks - 1]
     return block_file(folder / FORMAT / BLOCKS_NAME, checkpoint_hash(key))
 
 
@@ -116,8 +117,8 @@ def test_blocks_in_memory_need_only_the_checkpoint(folder: Path) -> None:
     """A diverging prompt resumes from a checkpoint on disk behind blocks in memory."""
     with running(folder, FAMILY) as core:
         first = ask(core, PROMPT)
-        (recurrent,) = core.stores.all_of(RecurrentStates)
-        for node in list(core.prefixes.tree):
+        (recurrent,) = retentions_of(core, RecurrentStates)
+        for node in cached_nodes(core):
             recurrent.checkpoints._replace(node, [], range(1_000))
         read = core.view.stats().tiers["disk"]
         handle = submit(core, PROMPT)
@@ -136,7 +137,7 @@ def test_most_valuable_blocks_are_preloaded_with_checkpoints(folder: Path) -> No
     with running(folder, FAMILY) as core:
         assert core.preload() == 64 + 64 + 32
         core.view.check()
-        held = [each.offset for node in core.prefixes.tree for each in node.segment.checkpoints]
+        held = [each.offset for node in cached_nodes(core) for each in node.segment.checkpoints]
         assert len(held) == 3
         read = core.view.stats().tiers["disk"]
         assert [ask(core, prompt) for prompt in (other, branch, PROMPT)] == expected
@@ -150,7 +151,7 @@ def test_most_valuable_blocks_are_preloaded_with_checkpoints(folder: Path) -> No
 
 def test_preload_evicts_nothing(folder: Path) -> None:
     with running(folder, FAMILY) as core:
-        core.set_limit(core.budget.fixed_bytes + 70 * core.runner.token_bytes)
+        core.set_limit(fixed_bytes_of(core) + 70 * core.view.token_bytes)
         assert core.preload() == 0, "the states have no room"
         core.view.check()
         core.set_limit(200_000_000)

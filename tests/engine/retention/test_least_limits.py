@@ -10,6 +10,7 @@ from typing import Any
 import cold_engine
 import pytest
 from combinations import SOAK
+from core_parts import evict_all, fixed_bytes_of
 from engine_faults import model_of
 from spilled_engine import CHOICE, prompt, single_layer
 
@@ -55,16 +56,16 @@ def test_request_of_promised_length_runs_at_small_limits(seed: int, tmp_path: Pa
     draw = random.Random(seed)
     family, settings = drawn(draw)
     with cold_engine.running(tmp_path, model=model(family), record_tokens=64, **settings) as core:
-        least = core.budget.fixed_bytes
+        least = fixed_bytes_of(core)
         for turn in range(3):
             limit = int(least * draw.uniform(1.0, 1.3 if turn else 1.03))
             core.set_limit(200_000_000)
-            core.prefixes.clear()
+            evict_all(core)
             try:
                 core.set_limit(limit)
             except NeverFits:
                 continue
-            most = min(core.view.context_tokens, core.budget.most_tokens(), settings["max_kv_size"])
+            most = min(core.view.context_tokens, core.view.fitting_tokens, settings["max_kv_size"])
             if most < 20:
                 continue
             answer = draw.randrange(1, min(60, most - 2))

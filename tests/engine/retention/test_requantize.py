@@ -13,6 +13,7 @@ from weakref import ref
 
 import mlx.core as mx
 import pytest
+from core_parts import cached_match, cached_nodes, retention_of
 from tiny_families import build, uncompiled
 from whole_blocks import drop_partial_blocks
 
@@ -115,7 +116,7 @@ def coded(core: Core) -> list[tuple[int, int, bool]]:
     """Return of every node where it begins and ends, and whether all of it is coded."""
     return sorted(
         (node.start, node.end, all(isinstance(s, Coded) for kv in node.segment.layers for s in kv))
-        for node in core.prefixes.tree
+        for node in cached_nodes(core)
     )
 
 
@@ -212,11 +213,11 @@ def test_node_awaiting_codes_can_be_evicted(model: Any) -> None:
         handle = submit(core, prompt(500))
         while not handle.ends:
             core.step()
-        requantizer = core.stores.of(Requantizer)
+        requantizer = retention_of(core, Requantizer)
         assert requantizer is not None
         requantizer._look(())
         waiting = list(requantizer._due)
-        nodes = [ref(node) for node in core.prefixes.tree]
+        nodes = [ref(node) for node in cached_nodes(core)]
         assert waiting and all(node() is not None for node in nodes)
         core.set_limit(core.ledger.used_bytes - core.ledger.by_class()[Kind.NODES])
         assert core.ledger.by_class()[Kind.NODES] == 0
@@ -243,7 +244,7 @@ def test_preempted_answer_has_full_precision(model: Any) -> None:
 def test_skipped_layers_stay_raw(model: Any) -> None:
     with running(model, "4", kv_cache_skip_layers=(0, 2)) as core:
         ask(core, prompt(300))
-        (node,) = (node for node in core.prefixes.tree if node.start == 64)
+        (node,) = (node for node in cached_nodes(core) if node.start == 64)
         assert [isinstance(keys, Coded) for keys, _ in node.segment.layers] == [False, True, False]
 
 
@@ -293,7 +294,7 @@ def test_short_prompt_shares_codes_of_longer_prompt(order: tuple[int, ...], mode
     with running(model, "4", **AT_REST) as core:
         for number in order:
             ask(core, asked[number], max_tokens=1)
-        paths = [core.prefixes.match(core.prefixes.block_hashes(tokens)).path for tokens in asked]
+        paths = [cached_match(core, tokens).path for tokens in asked]
         forms = [
             [(n.start, n.end, isinstance(n.segment.layers[0][0], Coded)) for n in path]
             for path in paths
@@ -429,14 +430,14 @@ def test_quantization_does_not_shorten_longest_prompt(model: Any, codec: str, sh
 
 def test_raw_disables_requantizer(model: Any) -> None:
     with running(model, "raw") as core:
-        assert core.stores.of(Requantizer) is None
+        assert retention_of(core, Requantizer) is None
 
 
 # ---- scales of the keys' channels
 
 
 def scales(core: Core) -> tuple[Any, ...]:
-    requantizer = core.stores.of(Requantizer)
+    requantizer = retention_of(core, Requantizer)
     assert requantizer is not None
     return requantizer.rule.scheme.scales
 
@@ -542,7 +543,7 @@ def test_coded_nodes_are_merged_by_bytes(model: Any) -> None:
     asked = prompt(1_200)
     for codec, longest in (("affine8", 448), (None, 128)):
         with running(model, codec, kv_cache_quantize_when="at-rest") as core:
-            tree, each = core.prefixes.tree, core.runner.token_bytes
+            tree, each = core.prefixes.tree, core.view.token_bytes
             assert tree.max_merge_bytes == (2_048 * each if codec else 0)
             tree.max_merge_tokens, tree.max_merge_bytes = 128, 128 * each if codec else 0
             ask(core, asked)

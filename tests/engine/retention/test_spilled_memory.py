@@ -10,6 +10,7 @@ import cold_engine
 import mlx.core as mx
 import pytest
 from combinations import SOAK
+from core_parts import fixed_bytes_of, placed_sequences, sequences_in
 from spilled_engine import (
     ACTIVE,
     check_peak,
@@ -52,7 +53,7 @@ def test_prompt_is_spilled_during_prefill(tmp_path: Path, records: int | None) -
         while core.step():
             for tier in core.tiers:
                 assert tier.tier.flush(cold_engine.SOON)  # of what was offered
-            held = core.prefixes.tree.tokens - spilling_of(core).spilled_tokens
+            held = core.view.stats().held_tokens - spilling_of(core).spilled_tokens
             most = max(most, held)
         allowed = ACTIVE + core.budget.in_flight_tokens
         assert (most <= allowed) == (records is None), f"{most} tokens in memory"
@@ -111,7 +112,7 @@ def test_32_000_tokens_hold_an_eighth_of_their_bytes(
         cold_engine.submit(core, prompt(tokens), max_tokens=20)
         while core.counters.generated_tokens < 10:
             core.step()
-        assert held_bytes(core) <= tokens * core.runner.token_bytes / 8
+        assert held_bytes(core) <= tokens * core.view.token_bytes / 8
         assert spilling_of(core).blocks.counts.lost_blocks == 0
     finally:
         core.close()
@@ -131,7 +132,7 @@ def room_of_one(folder: Path, tokens: int, active: int, **settings: Any) -> int:
     limit = 200_000_000
     for number in range(3):  # the memory of evictions is a share of it
         core = opened(folder / f"guess {number}", limit, active_kv_size=active, **settings)
-        limit = core.budget.fixed_bytes + taken.per_sequence + taken.shared
+        limit = fixed_bytes_of(core) + taken.per_sequence + taken.shared
         core.close()
     return limit
 
@@ -162,7 +163,7 @@ def test_ten_spilled_conversations_fit_in_memory_of_one(
         while core.step():
             assert core.ledger.used_bytes <= limit
             check_peak(core, others)
-            together = max(together, len(core.scheduler.placed()))
+            together = max(together, len(placed_sequences(core)))
         assert [cold_engine.said(handle) for handle in handles] == expected
         assert together >= (2 if size is SHORT else 6)
         assert core.counters.failed == core.counters.preemptions == 0
@@ -200,7 +201,7 @@ def test_decoded_blocks_leave_reservation_for_the_next(tmp_path: Path) -> None:
     with running(tmp_path, "falcon_h1", kernels="off") as core:
         handle = cold_engine.submit(core, prompt(40), max_tokens=250)
         while core.step():
-            for sequence in core.scheduler.sequences(State.RUNNING):
+            for sequence in sequences_in(core, State.RUNNING):
                 kv = sequence.kv
                 assert kv.reservation is not None
                 ahead = sequence.reserved_tokens - kv.num_cached_tokens

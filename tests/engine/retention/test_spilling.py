@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import xxhash
+from core_parts import cached_match, cached_nodes, evict_all, fixed_bytes_of, layer_shapes
 from engine_faults import VOCABULARY_TOKENS, model_of
 from small_models import BASE
 from small_models import build as small_model
@@ -89,7 +90,7 @@ def test_spilling_does_not_change_text(tmp_path: Path, family: str, more: dict[s
         spilling, index = spilling_of(core), core.ledger.by_class()[Kind.KEY_INDEX]
         gone = spilling.spilled_tokens
         assert gone > len(LONG) - ACTIVE - 400, "most of it is in the tier"
-        assert index >= gone * core.runner.index_token_bytes
+        assert index >= gone * core.view.index_token_bytes
         stats = core.view.stats()
         assert stats.spilling is not None
         assert stats.spilling.spilled_tokens == gone
@@ -179,7 +180,7 @@ def test_short_prompt_reads_spilled_prefix_whole(tmp_path: Path) -> None:
     (expected,) = whole(tmp_path, "llama", short)
     with running(tmp_path / "spilled") as core:
         cold_engine.ask(core, LONG)
-        assert is_spilled(core.prefixes.find(short).path[0].segment)
+        assert is_spilled(cached_match(core, short).path[0].segment)
         assert cold_engine.ask(core, short, max_tokens=40) == expected
 
 
@@ -202,7 +203,7 @@ def test_first_token_uses_full_attention(tmp_path: Path, monkeypatch: pytest.Mon
         for asked, scores in zip(both, expected, strict=True):
             (cold,) = first_scores(core, asked)
             assert cold == pytest.approx(scores, abs=1e-4)
-            path = core.prefixes.find(asked).path
+            path = cached_match(core, asked).path
             gone = sum(len(node.tokens) for node in path if is_spilled(node.segment))
             spilling_of(core).blocks.forget_cached()
             streamed, prefilled = counts.streamed_blocks, core.counters.prefilled_tokens
@@ -456,7 +457,7 @@ def test_prompt_longer_than_memory_stays_within_limit(tmp_path: Path) -> None:
             core.view.check()
         assert tuple(handle.result(0.0)[0].tokens) == expected
         resident = core.ledger.by_class()[Kind.NODES]
-        assert resident < len(asked) * core.runner.token_bytes / 2
+        assert resident < len(asked) * core.view.token_bytes / 2
     finally:
         core.close()
 
@@ -466,7 +467,7 @@ def test_places_of_evicted_nodes_are_dropped(tmp_path: Path) -> None:
         cold_engine.ask(core, LONG)
         spilling = spilling_of(core)
         blocks, before = spilling.blocks, spilling.blocks.nbytes
-        held = set().union(*(places_of(node.segment) for node in core.prefixes.tree))
+        held = set().union(*(places_of(node.segment) for node in cached_nodes(core)))
         assert len({place // blocks.record_blocks for place in held}) == blocks.records > 0
         core.clear()
         blocks.retain(())
@@ -509,7 +510,7 @@ def test_refused_blocks_leave_reservation_whole(
         kv, size = sequence.kv, core.limits.block_size
         assert kv.reservation is not None and kv.num_cached_tokens % size == 0
         before = kv.reservation.nbytes
-        segment = BlockFormat.of(core.runner.shapes).blank(size)
+        segment = BlockFormat.of(layer_shapes(core)).blank(size)
         assert kv._reserved_index(segment)
         with monkeypatch.context() as patch:
             refusal = InsertResult(kv.num_cached_tokens // size, 0, "there is no room")
@@ -559,9 +560,9 @@ def test_large_node_with_shared_prefix_does_not_block_prompt(
         node_bytes = SPILLED_MERGE_TOKENS * core.runner.held_token_bytes
         for room in (1.1, 1.3, 1.5, 1.7, 1.9):
             core.set_limit(200_000_000)
-            core.prefixes.clear()
+            evict_all(core)
             own = core.view.sequence_bytes(len(asked) + 3)
-            limit = core.budget.fixed_bytes + own.per_sequence + own.shared + int(room * node_bytes)
+            limit = fixed_bytes_of(core) + own.per_sequence + own.shared + int(room * node_bytes)
             cold_engine.ask(core, older, max_tokens=1)
             core.set_limit(limit)
             handle = cold_engine.submit(core, asked, max_tokens=4)

@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from core_parts import fixed_bytes_of
 from tiny_families import build, uncompiled
 
 from penstock.attention import devices
@@ -39,7 +40,7 @@ def asked(model: Any, limit_bytes: int | str = "400MB", **settings: Any) -> int:
     except NeverFits as error:
         return error.needed_bytes
     try:
-        return core.budget.fixed_bytes
+        return fixed_bytes_of(core)
     finally:
         core.close()
 

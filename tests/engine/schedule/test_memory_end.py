@@ -7,6 +7,7 @@ import random
 import cold_engine
 import pytest
 from combinations import SOAK
+from core_parts import evict_all, fixed_bytes_of
 from spilled_engine import prompt, single_layer
 
 from penstock.engine.core import Core
@@ -40,15 +41,15 @@ def test_answer_gets_all_tokens_memory_guarantees(
             shared = draw.randrange(len(asked) + 1)
             older = asked[:shared] + prompt(draw.randrange(1, 150), 1)
             needed = core.view.sequence_bytes(len(asked) + draw.randrange(1, 60))
-            limit = core.budget.fixed_bytes + needed.per_sequence + needed.shared
-            limit += int(core.runner.token_bytes * draw.uniform(0, 20))
+            limit = fixed_bytes_of(core) + needed.per_sequence + needed.shared
+            limit += int(core.view.token_bytes * draw.uniform(0, 20))
             for others in ((), (older,)):
                 core.set_limit(200_000_000)
-                core.prefixes.clear()
+                evict_all(core)
                 for other in others:
                     cold_engine.ask(core, other, max_tokens=draw.choice([1, 5, 30]))
                 core.set_limit(limit)
-                most = core.budget.most_tokens() - len(asked)
+                most = core.view.fitting_tokens - len(asked)
                 try:
                     tokens = generated(core, asked)
                 except NeverFits:

@@ -7,6 +7,7 @@ from typing import Any
 from weakref import ref
 
 import pytest
+from core_parts import cached_nodes, evict_all, sequences_in, shrink
 from small_cores import ask, core_of, run
 from tiny_families import prompt_of
 
@@ -32,7 +33,7 @@ def computed(core: Core, act: Callable[[], Any]) -> tuple[Any, int]:
 
 
 def partial_blocks(core: Core) -> list[int]:
-    return sorted(len(node.tokens) for node in core.prefixes.tree if node.partial)
+    return sorted(len(node.tokens) for node in cached_nodes(core) if node.partial)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -103,7 +104,7 @@ def test_partial_block_is_replaced_by_longer_one(core: Core) -> None:
 
 def test_partial_block_begins_inside_longer_node(core: Core) -> None:
     ask(core, tuple(prompt_of(81)), 1)
-    (node,) = [node for node in core.prefixes.tree if not node.partial]
+    (node,) = [node for node in cached_nodes(core) if not node.partial]
     assert len(node.tokens) == 80
     talk = (*prompt_of(81)[:32], *prompt_of(5, 9))
     talk += ask(core, talk, 4)
@@ -115,12 +116,12 @@ def test_evicted_partial_block_frees_memory(core: Core) -> None:
     """A sequence that resumed there holds its own KV by then."""
     talk = tuple(prompt_of(33))
     talk += ask(core, talk, 4)
-    leaf = ref(next(node for node in core.prefixes.tree if node.partial))
+    leaf = ref(next(node for node in cached_nodes(core) if node.partial))
     handle = core.submit(Request(prompt=(*talk, 7, 8), max_tokens=4, ignore_eos=True))
-    while core.scheduler.sequences(State.WAITING) or not core.view.stats().running:
+    while sequences_in(core, State.WAITING) or not core.view.stats().running:
         core.step()
     assert handle.progress is not None and handle.progress.cached_tokens == 36
-    core.prefixes.clear()
+    evict_all(core)
     assert partial_blocks(core) == []
     assert leaf() is None, "a node outside the tree and the ledger"
     run(core, handle)
@@ -177,7 +178,7 @@ def test_preempted_sequence_recomputes_nothing(core: Core) -> None:
 
 
 def _ran(core: Core) -> bool:
-    return any(s.generated_tokens >= 9 for s in core.scheduler.sequences(State.RUNNING))
+    return any(s.generated_tokens >= 9 for s in sequences_in(core, State.RUNNING))
 
 
 def test_cancelled_sequence_leaves_partial_block(core: Core) -> None:
@@ -196,7 +197,7 @@ def test_partial_block_is_evictable(core: Core) -> None:
     assert partial_blocks(core)
     victim = core.prefixes.tree.victim()
     assert victim is not None and victim.partial
-    core.prefixes.shrink(10**9)
+    shrink(core, 10**9)
     assert partial_blocks(core) == [] and core.ledger.by_class()[Kind.NODES] == 0
     core.view.check()
 
@@ -231,7 +232,7 @@ def test_block_without_room_is_committed_at_end(form: str) -> None:
             assert [(span.start, span.end) for span in sequence.kv.own_spans] == [(0, 16)]
         handle.cancel()
         run(core, handle)
-        ends = [(node.start, node.end, node.partial) for node in core.prefixes.tree]
+        ends = [(node.start, node.end, node.partial) for node in cached_nodes(core)]
         assert ends == [(0, 16, False), (16, 21, True)]
     finally:
         core.close()

@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from core_parts import layer_shapes, sequences_in
 from engine_faults import model_of
 
 from penstock.engine.core import Core
@@ -179,7 +180,7 @@ def test_rejected_columns_do_not_change_text(core: Core, accepted: int) -> None:
     expected = answer(core, core.submit(request))
     core.clear()
     handle = core.submit(request)
-    while not core.scheduler.sequences(State.RUNNING):
+    while not sequences_in(core, State.RUNNING):
         core.step()
     core.step()
     (sequence,) = core.admission.sequences.values()
@@ -187,9 +188,9 @@ def test_rejected_columns_do_not_change_text(core: Core, accepted: int) -> None:
     while kv.tail + 3 > core.tails.columns - 1 or not kv.tail:
         core.step()
     assert kv.slot is not None
-    shape = core.runner.shapes[0]
+    shape = layer_shapes(core)[0]
     noise = mx.full((1, shape.kv_heads, 1, shape.key_dim), 7.0)
-    for layer in range(len(core.runner.shapes)):
+    for layer in range(len(layer_shapes(core))):
         for column in range(kv.tail, kv.tail + 3):
             core.tails.write_block(layer, kv.slot, column, noise, noise)
     before = kv.position
@@ -215,7 +216,7 @@ def test_accepting_more_than_written_is_refused(core: Core, written: int, accept
 def running_core(core: Core, prompt_tokens: int, generated: int) -> Any:
     """Return the KV of a sequence that has decoded so many tokens, in `core`."""
     core.submit(Request(prompt=tuple(range(1, prompt_tokens + 1)), max_tokens=100, ignore_eos=True))
-    while not core.scheduler.sequences(State.RUNNING):
+    while not sequences_in(core, State.RUNNING):
         core.step()
     for _ in range(generated):
         core.step()
@@ -344,4 +345,4 @@ def test_chunk_without_room_in_tree_is_kept(core: Core, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(core.prefixes, "insert", refuse)
     assert answer(core, core.submit(request)) == expected
-    assert core.prefixes.tree.tokens == 0
+    assert core.view.stats().held_tokens == 0
