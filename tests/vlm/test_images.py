@@ -115,7 +115,7 @@ def test_answer_depends_on_image(qwen: Pair) -> None:
     assert len(answers) > 1
 
 
-def test_images_of_one_size_share_nothing_behind_them(qwen: Pair, engine: Engine) -> None:
+def test_different_images_of_one_size_share_no_blocks(qwen: Pair, engine: Engine) -> None:
     files = [picture(1), picture(2)]
     answer(engine, qwen.request(TALK, files, TOKENS))
     for other in ([picture(3), files[1]], [files[0], picture(3)]):

@@ -98,7 +98,7 @@ class RowReads:
         return joined if loose is None else mx.concatenate([joined, loose], axis=1)
 
     def leave(self, every: mx.array | None, loose: mx.array | None) -> mx.array | None:
-        """Store all rows after the step; return those not in columns."""
+        """Return the rows that the step added outside its columns; None without any."""
         if every is None:
             return None
         new = every[:, self._count - _length(loose) :]

@@ -19,12 +19,12 @@ class ImageFile:
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
-    """What an image is in a prompt."""
+    """Placeholder of an image in a prompt, and the source of its embeddings."""
 
     text: str
-    """Text that stands in its place."""
+    """Text of the placeholder."""
     tokens: tuple[int, ...]
-    """Consecutive tokens of this text that stand for the image, from the first to the last."""
+    """Consecutive tokens of this text whose embeddings are the image's."""
     key: bytes
     """Hash of the image and of its grid."""
     source: Any

@@ -71,7 +71,10 @@ class Connections:
         self.spare.pop(connection, None)
 
     def refuses(self, connection: Connection) -> bool:
-        """Return whether a connection is limited to `ALWAYS`; lift the limit if there is room."""
+        """Return whether a connection beyond the limit may only ask for the paths in `ALWAYS`.
+
+        Counts it as an ordinary one as soon as there is room.
+        """
         if connection in self.spare and len(connection.connections) <= self.limit:
             self.closed(connection)
         return connection in self.spare

@@ -102,7 +102,7 @@ class Codec(ABC):
 
     @abstractmethod
     def dequantize(self, coded: Coded, ops: CodeOps) -> mx.array:
-        """Return (batch, heads, tokens, dim) float32, the input of `encode` with its error."""
+        """Return the decoded values, (batch, heads, tokens, dim) float32."""
 
     def transform_query(self, queries: mx.array) -> mx.array:
         """Transform queries (heads, m, dim) for products with the codes of keys."""
