@@ -123,3 +123,33 @@ def test_loading_keeps_no_freed_memory() -> None:
     inside, behind = map(int, done.stdout.split())
     assert 95 < inside < 105, "25 arrays of 4 MiB"
     assert behind < 5
+
+
+CODE = """
+import sys
+from pathlib import Path
+import mlx.core as mx
+from penstock.heap import give_back_code
+def resident():
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            named = rest[-1] == mx.__file__
+        elif named and first == "Rss:":
+            yield int(rest[0])
+computed = mx.sum(mx.ones((100,))).item()
+before = sum(resident())
+given = give_back_code(sys.argv[1] or Path(mx.__file__).name)
+print(before, sum(resident()), given)
+assert mx.sum(mx.ones((100,))).item() == computed
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="its mappings are Linux's")
+@pytest.mark.parametrize("name", ["", "no such library"])
+def test_unwritten_pages_of_a_library_are_released(name: str) -> None:
+    command = [sys.executable, "-c", CODE, name]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    before, after, given = map(int, run.stdout.split())
+    assert (after < before / 2) == (not name)
+    assert bool(given) == (not name)

@@ -1,4 +1,6 @@
-"""Tuning of the C heap on a Linux CPU, so that memory freed by MLX is kept for new arrays.
+"""Memory that a process keeps on a Linux CPU: the C heap, and code that ran at start.
+
+The heap is tuned so that memory freed by MLX is kept for new arrays.
 
 MLX's CPU back end takes every array from malloc and frees it. By default glibc returns memory to
 the system whenever the top of its heap is free, and takes arrays of some sizes from the system one
@@ -16,6 +18,8 @@ import ctypes
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 LEAST_KEPT_BYTES = 64 * 2**20
@@ -24,6 +28,8 @@ MOST_KEPT_BYTES = 2**31 - 1
 
 # mallopt's parameters, from glibc's malloc.h; 32 MiB is the largest threshold that it takes.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+_DONTNEED = 4
+"""Linux's MADV_DONTNEED: unwritten pages of a file are read again when they are used."""
 _MMAP_BYTES = 32 * 2**20
 _RETURNED_BYTES = 2**20
 """Size from which arrays are returned to the system while a model is loaded."""
@@ -78,6 +84,39 @@ def give_back_freed_memory() -> bool:
     """Release all free pages of the heap to the system; return whether there were any."""
     malloc_trim = _function("malloc_trim")
     return malloc_trim is not None and malloc_trim(0) == 1
+
+
+def give_back_code(library: str) -> int:
+    """Release the pages of a shared library that are equal to its file; return their bytes.
+
+    For libraries that work at start alone. What is called again is read from the file again.
+
+    Args:
+        library: part of the file's name.
+    """
+    madvise = _function("madvise")
+    if madvise is None:
+        return 0
+    ranges = _unwritten(library)
+    for start, nbytes in ranges:
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), _DONTNEED)
+    return sum(nbytes for _, nbytes in ranges)
+
+
+@cache
+def _unwritten(library: str) -> list[tuple[int, int]]:
+    """Return the start and bytes of a library's read-only mappings without a page of their own."""
+    ranges: list[tuple[int, int]] = []
+    mapped = None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            start, end = (int(address, 16) for address in first.split("-"))
+            named = len(rest) > 4 and library in rest[4].rpartition("/")[2]
+            mapped = (start, end - start) if named and "w" not in rest[0] else None
+        elif mapped is not None and first == "Private_Dirty:" and rest[0] == "0":
+            ranges.append(mapped)
+    return ranges
 
 
 def _function(name: str) -> Any:

@@ -127,7 +127,8 @@ def test_machine_code_too_large_to_be_read_is_not_written(
     assert compilation.result() == 14
     (file,) = loops.iterdir()
     size = file.stat().st_size
-    for most, files in ((size, 2), (size - 1, 2)):
+    # Numba numbers its functions: the symbol's name may have some digits more.
+    for most, files in ((size + 32, 2), (size - 32, 2)):
         monkeypatch.setattr(compiled_cache, "MOST_FILE_BYTES", most)
         assert compilation.result(f"under {most:09}") == 14
         assert len(list(loops.iterdir())) == files
