@@ -12,7 +12,7 @@ import mlx.core as mx  # isort: skip
 import httpx
 import pytest
 from hypothesis import HealthCheck, settings
-from patience import SOON, patient, reads_all  # noqa: F401 - fixtures
+from patience import SOON, patient, reads_all, whole_chunks  # noqa: F401 - fixtures
 from process_state import own_state
 from quick import PASSED, PassedTests, left_out, read_costs
 from threads_left import (  # noqa: F401 - hooks and a fixture

@@ -24,7 +24,7 @@ from small_models import BASE, build
 
 from penstock.attention import devices
 from penstock.attention.mlx_backend import GPUBackend
-from penstock.engine import fixed_memory, planner
+from penstock.engine import fixed_memory
 from penstock.engine import parts as parts_module
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
@@ -541,7 +541,6 @@ def test_check_detects_unreserved_step(sampling: Sampling, monkeypatch: pytest.M
     """In chunks of 512, which dominate the reserved bytes."""
     large = next(case for case in CASES if "large blocks" in case.name)
     case = replace(large, prompt_tokens=1_000, sampling=sampling)
-    monkeypatch.setattr(planner, "ALONE_SECONDS", 600.0)  # not fewer on a busy machine
     monkeypatch.setattr(fixed_memory, "MemoryEstimator", MeasuresThird)
     with watched(case) as watch:
         watch.tighten(case.request(0))

@@ -1,15 +1,22 @@
-"""Fixtures for tests of what is read from a tier, on a machine whose cores others use as well."""
+"""Fixtures for tests on a machine whose cores others use as well."""
 
 from __future__ import annotations
 
 import pytest
 
+from penstock.engine import planner
 from penstock.engine.offload import engine_tier
 from penstock.engine.offload.engine_tier import EngineTier
 from penstock.engine.schedule import restoring
 
 SOON = 120.0
 """Seconds within which things happen, on a machine whose cores fifty others use as well."""
+
+
+@pytest.fixture(autouse=True)
+def whole_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read as much of a prompt in a step of its own on a busy machine as on a quiet one."""
+    monkeypatch.setattr(planner, "ALONE_SECONDS", SOON)
 
 
 @pytest.fixture
