@@ -32,7 +32,7 @@ from penstock.attention import layer_decode
 from penstock.attention.selection import selected_reads, selection
 from penstock.cli import top_screen
 from penstock.engine.core import Core
-from penstock.engine.offload import cold_blocks
+from penstock.engine.offload import cold_blocks, tier_writer
 from penstock.engine.offload.cold_blocks import ColdBlocks
 from penstock.engine.request import Request, Sampling
 from penstock.engine.retention.spilling import is_spilled, places_of
@@ -64,6 +64,15 @@ def whole(tmp_path: Path, family: str, *prompts: Sequence[int], **more: Any) -> 
     """Return the answers of an engine that holds everything in memory."""
     with running(tmp_path / "whole", family, **{**more, "active_kv_size": None}) as core:
         return [cold_engine.ask(core, asked, max_tokens=40) for asked in prompts]
+
+
+def test_chain_longer_than_hashes_that_wait_is_spilled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_writer, "PENDING_HASHES", 8)
+    with running(tmp_path) as core:
+        cold_engine.ask(core, prompt(900), max_tokens=4)
+        assert spilling_of(core).spilled_tokens > 400
 
 
 @pytest.mark.parametrize(

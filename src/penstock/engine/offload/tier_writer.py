@@ -28,7 +28,7 @@ from penstock.tiers.record import HostArray, Record
 from penstock.tiers.worker import ColdTier
 
 PENDING_HASHES = 16_384
-"""Maximum number of block hashes waiting to be written."""
+"""Maximum number of block hashes waiting to be written, if they are of several chains."""
 PENDING_TURNS = 64
 """Maximum number of checkpoints waiting to be written, and of lingering conversation ends."""
 PENDING_HASH_BYTES = 80
@@ -232,7 +232,8 @@ class TierWriter:
         entry = _Pending(tuple(block_hashes), root, first, ended)
         self._pending.appendleft(entry) if urgent else self._pending.append(entry)
         self._pending_hashes += len(block_hashes)
-        while self._pending_hashes > PENDING_HASHES:
+        # One chain may be longer: the sequence whose tokens leave memory as they are written.
+        while self._pending_hashes > PENDING_HASHES and len(self._pending) > 1:
             self._abandon(self._pending[0])
 
     def _offer(self, pending: _Pending) -> None:
