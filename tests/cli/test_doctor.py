@@ -24,6 +24,7 @@ from penstock.attention import devices
 from penstock.attention.mlx_backend import GPUBackend
 from penstock.blas import Blas
 from penstock.cli import doctor, main
+from penstock.cli.choice_trial import ChoiceTiming
 from penstock.cli.doctor import MachineReport, _add_fit, find_misfits, find_problems
 from penstock.cli.fitness import AttentionTiming, Layers, try_model
 from penstock.memory import MachineMemory
@@ -161,6 +162,21 @@ def test_attend_break_even_length_is_reported() -> None:
     assert ratio(tokens) >= 2 > ratio(tokens - 1)
     config = FLOAT32 | {"model_type": "gemma2", "head_dim": 32}
     assert try_model("x", loaded(config)).attend_halves_from is None
+
+
+def test_choice_is_timed_where_layers_can_choose() -> None:
+    model = load_all(MODEL_PATH)
+    fit = try_model("recall", model)
+    assert [steps.tokens for steps in fit.choice] == [8_192, 32_768]
+    assert all(steps.all_ms > 0 < steps.choice_ms for steps in fit.choice)
+    rows: list[tuple[str, str]] = []
+    _add_fit(rows, replace(fit, choice=(ChoiceTiming(8_192, 2.0, 1.0),)))
+    said = "pays behind 8,192 tokens: a step takes 2.0 ms, with a choice 1.0"
+    assert ("  choice", said) in rows
+    _add_fit(rows, replace(fit, choice=(ChoiceTiming(8_192, 1.0, 2.0),)))
+    assert rows[-1][1].startswith("does not pay behind 8,192 tokens")
+    for unable in (FLOAT32 | {"model_type": "gemma2", "head_dim": 32}, MAMBA):
+        assert try_model("x", loaded(unable)).choice == ()
 
 
 def test_sliding_windows_are_reported_with_size() -> None:

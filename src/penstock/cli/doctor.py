@@ -254,6 +254,11 @@ def _add_fit(rows: list[tuple[str, str]], fit: FitnessReport) -> None:
     if fit.attend_halves_from is not None:
         half = f"--attend-tokens 1024 halves the bytes of a step from {fit.attend_halves_from:,}"
         rows.append(("  choice", f"{half} tokens (weights included, one sequence)"))
+    for steps in fit.choice:
+        pays = "pays" if steps.pays else "does not pay"
+        times = f"{steps.all_ms:.1f} ms, with a choice {steps.choice_ms:.1f}"
+        behind = counted(steps.tokens, "token")
+        rows.append(("  choice", f"{pays} behind {behind}: a step takes {times}"))
     for timing in fit.attention:
         times = ", ".join(f"{way} {ms:.3f} ms" for way, ms in timing.milliseconds.items())
         what = f"{timing.layer}, {timing.situation}"

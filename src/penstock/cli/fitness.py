@@ -9,6 +9,7 @@ from typing import Any, Literal
 from penstock import config, memory
 from penstock.attention import devices
 from penstock.attention.selection.key_index import KeyIndex
+from penstock.cli.choice_trial import ChoiceTiming, choice_timings
 from penstock.config import KERNELS_VARIABLE
 from penstock.engine.model.model_probe import Way
 from penstock.engine.model.runner import Runner
@@ -94,6 +95,8 @@ class FitnessReport:
     """Whether images are read, and why not; None for a model without a vision tower."""
     attend_halves_from: int | None = None
     """Sequence length from which `--attend-tokens 1024` halves a decode step's bytes, or None."""
+    choice: tuple[ChoiceTiming, ...] = ()
+    """Times of decode steps with `--attend-tokens 1024`; empty if no layer can choose."""
 
 
 def try_model(name: str, loaded: Loaded) -> FitnessReport:
@@ -150,6 +153,7 @@ def try_model(name: str, loaded: Loaded) -> FitnessReport:
         kernels_do_not_read=() if choice is None else tuple(choice.unread),
         ways_cut_short=choice is not None and choice.is_cut_short,
         attend_halves_from=halves_from(runner),
+        choice=choice_timings(runner, ATTEND_TOKENS),
     )
 
 
