@@ -13,7 +13,7 @@ COMBINED := $(shell grep -rl '^from combinations import' tests | sort)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-rest test-vlm test-newest test-cpus test-drawn test-rounding test-costs doctest bytecode test-scale test-fleet test-agents test-clients real mutants lint docs bench kernels peers soak hostile clean
+.PHONY: help run test test-all test-rest test-vlm test-newest test-install test-cpus test-drawn test-rounding test-costs doctest bytecode test-scale test-fleet test-agents test-clients real mutants lint docs bench kernels peers soak hostile clean
 
 help:
 	@echo 'make run     install, look at the machine, eight agents at once, then a server to talk to'
@@ -22,6 +22,7 @@ help:
 	@echo 'make test-rest  what a make test before it left out or skipped'
 	@echo 'make test-vlm    models of mlx-vlm, in an environment of its own (700 MB)'
 	@echo 'make test-newest   contract tests on the newest mlx, mlx-lm and mlx-vlm: whose change fails?'
+	@echo 'make test-install   the wheels by uv, pipx and pip from a local index, on each Python here'
 	@echo 'make test-costs   what each test takes: what make test has time for'
 	@echo 'make test-cpus   all tests as on other CPUs: each core type of OpenBLAS, 1 and 2 threads'
 	@echo 'make test-drawn [SEED=0]   those that compute, as on one of these CPUs, drawn by a seed'
@@ -81,7 +82,7 @@ doctest: $(VENV)/.dev
 bytecode: $(VENV)/.dev
 	@$(BIN)/pytest -q --collect-only $(TESTS) >/dev/null 2>&1 || true
 
-TESTS := --ignore=tests/scale --ignore=tests/real
+TESTS := --ignore=tests/scale --ignore=tests/real --ignore=tests/install
 BY_FILE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 # Processes of one BLAS thread each, unless CI draws two: they would wait for each other. They are more
@@ -97,8 +98,9 @@ test-rest: $(VENV)/.dev
 	OPENBLAS_NUM_THREADS=$(THREADS) $(BIN)/pytest --rest $(BY_FILE)
 	$(SCALED)
 
-# What of make test-scale needs no more than is often there: nginx, Redis, Ray; skipped without.
-test-all test-rest: SCALED = OPENBLAS_NUM_THREADS=1 $(BIN)/pytest $(addprefix tests/scale/test_,\
+# What of make test-scale needs no more than is often there: nginx, Redis, Ray; skipped without. And
+# the short form of make test-install.
+test-all test-rest: SCALED = OPENBLAS_NUM_THREADS=1 $(BIN)/pytest tests/install $(addprefix tests/scale/test_,\
 	nginx.py remote_cache.py remote_serve.py fleet_faults.py)
 
 # mlx-vlm and what it needs are large, and may want another transformers.
@@ -115,6 +117,10 @@ test-vlm: $(VLM)/.installed
 test-newest: $(VLM)/.installed
 	@tools/environment.sh $(VENV)/newest dev,vlm benchmarks
 	$(VLM)/bin/python tools/newest_libraries.py $(VLM) $(VENV)/newest
+
+# Downloads what a user's machine would; each installer has an environment of its own.
+test-install: $(VENV)/.dev
+	PENSTOCK_INSTALLERS=all $(BIN)/pytest tests/install
 
 # Writes tests/quick_costs.txt, on a quiet machine.
 test-costs: $(VENV)/.dev

@@ -14,18 +14,18 @@ extra=${2:-}
 package=${3:-}
 
 suits() {
-    "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' \
         >/dev/null 2>&1
 }
 
 find_python() {
-    for name in ${PYTHON:-python3.13 python3.12 python3.11 python3 python}; do
+    for name in ${PYTHON:-python3.13 python3.14 python3.12 python3.11 python3 python}; do
         if suits "$name"; then
             echo "$name"
             return
         fi
     done
-    echo "penstock needs Python 3.11, 3.12 or 3.13 with venv, and found none." >&2
+    echo "penstock needs Python 3.11 to 3.14 with venv, and found none." >&2
     echo "Install one (Debian and Ubuntu: python3 and python3-venv) or name it: make PYTHON=..." >&2
     exit 1
 }

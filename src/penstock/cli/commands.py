@@ -13,7 +13,18 @@ from pydantic import ValidationError
 from typer.main import get_command
 
 from penstock import __version__
-from penstock.cli import cache, chat, doctor, generate, launch, model_list, plan, serve, top
+from penstock.cli import (
+    background_service,
+    cache,
+    chat,
+    doctor,
+    generate,
+    launch,
+    model_list,
+    plan,
+    serve,
+    top,
+)
 from penstock.cli.foreign_names import translated
 from penstock.cli.help_groups import CommandGroup, GroupedCommand
 from penstock.cli.options import lenient_output, with_values
@@ -38,9 +49,12 @@ app.command()(model_list.models)
 app.command()(model_list.pull)
 app.command()(plan.plan)
 app.add_typer(cache.app, name="cache", no_args_is_help=False)  # a refusal is one line
+app.add_typer(background_service.app, name="service", no_args_is_help=False)
 app.command()(doctor.doctor)
 
 
+SEVERAL = re.compile(r"(Did you mean '[^']*')(?:, '[^']*')+\?")
+"""Pattern of the parser's suggestion of several commands, nearest first."""
 UNLISTED = r"Missing command\.|No such command '.*'\."
 """Pattern of the parser's message about a missing command."""
 
@@ -117,6 +131,7 @@ def _refusal(error: typer.TyperException) -> str:
     wrong, known = getattr(error, "option_name", None), getattr(error, "possibilities", None)
     if not wrong:
         message, context = _wrong_value(error), getattr(error, "ctx", None)
+        message = SEVERAL.sub(r"\1?", message)
         if context is not None and re.fullmatch(UNLISTED, message):
             message += f" {context.command_path} --help lists the commands."
         return message

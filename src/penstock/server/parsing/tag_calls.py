@@ -127,8 +127,11 @@ class TagCalls:
         return rf"\s*{_loose(shape.before)}{NAME}{between}"
 
     @property
-    @lru_cache(maxsize=16)  # noqa: B019
     def argument_head(self) -> Pattern:
+        return self._compiled_argument()
+
+    @lru_cache(maxsize=16)  # noqa: B019
+    def _compiled_argument(self) -> Pattern:
         tags = self.tags
         shown = rf"\s*{_loose(tags.before)}{KEY}{_loose(tags.as_text)}"
         return regex.compile((self.argument or shown).replace(KEY, _ANY_KEY))

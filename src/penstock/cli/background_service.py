@@ -1,0 +1,182 @@
+"""`penstock service`: a server that starts with the user's session and restarts when it fails."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from penstock.cli.help_groups import ListedCommands
+from penstock.cli.service_units import AGENT_LABEL, UNIT_NAME, launchd_agent, systemd_unit
+from penstock.errors import SettingError
+
+STOPPED = 3
+"""Exit code of `status` where no service runs, as of systemctl."""
+
+app = typer.Typer(
+    cls=ListedCommands,
+    help="Run penstock serve in the background, from login on.",
+    rich_markup_mode=None,
+    no_args_is_help=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceManager:
+    """What starts services of a user on this system, and the file that describes ours."""
+
+    program: str
+    file: Path
+    content: bytes
+    log: Path | None
+    """File of the service's output; None where the manager has logs of its own."""
+    start: tuple[tuple[str, ...], ...]
+    stop: tuple[tuple[str, ...], ...]
+    """Commands before the file is removed; they may fail where the service does not run."""
+    state: tuple[str, ...]
+
+    def check(self) -> None:
+        """Raise an error if the manager is not on this system."""
+        if shutil.which(self.program) is None:
+            raise SettingError(
+                f"{self.program} is not on this machine, so no service can be started; penstock "
+                "service install --print shows what a service of systemd or launchd would run"
+            )
+
+
+class ServeArguments(TyperCommand):
+    """A command whose words are those of `penstock serve`, but for its own options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own = {"-h", "--help", "--print"}
+        ctx.obj = [word for word in args if word not in own]
+        return super().parse_args(ctx, [word for word in args if word in own])
+
+
+@app.command(cls=ServeArguments, options_metavar="[--print] [MODEL] [FLAGS OF SERVE]...")
+def install(
+    ctx: typer.Context,
+    only_print: Annotated[
+        bool,
+        typer.Option("--print", help="Print the file of the service, and install nothing."),
+    ] = False,
+) -> None:
+    """Start penstock serve now, at each login, and again after a failure.
+
+    Model and flags are those of penstock serve, as in penstock service install smollm2
+    --memory-limit 4GB. A flag that serve does not have is refused here; penstock service logs
+    shows other faults. Installing again replaces the service. Keys belong into a file: --keys FILE.
+    """
+    words: list[str] = ctx.obj
+    serve = ctx.find_root().command.get_command(ctx, "serve")  # type: ignore[attr-defined]
+    with serve.make_context("penstock serve", list(words)):
+        pass  # a wrong flag ends here, and not at each start
+    manager = _manager([sys.executable, "-m", "penstock", "serve", *words])
+    if only_print:
+        print(manager.content.decode(), end="")
+        return
+    manager.check()
+    if manager.file.exists():
+        _run_all(manager.stop, may_fail=True)
+    manager.file.parent.mkdir(parents=True, exist_ok=True)
+    manager.file.write_bytes(manager.content)
+    _run_all(manager.start)
+    print(f"installed {manager.file}\nstarted; penstock service logs shows its output")
+
+
+@app.command()
+def status() -> None:
+    """Print whether the service is installed and runs; exit code 3 if it does not run."""
+    manager = _manager([])
+    if not manager.file.exists():
+        print("not installed")
+        raise typer.Exit(STOPPED)
+    manager.check()
+    runs = subprocess.run(manager.state, capture_output=True).returncode == 0
+    print(f"{'running' if runs else 'stopped'}: {manager.file}")
+    if not runs:
+        raise typer.Exit(STOPPED)
+
+
+@app.command()
+def logs(
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", help="Number of lines to print.", min=1)
+    ] = 50,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines, too.")] = False,
+) -> None:
+    """Print the last lines of the service's output."""
+    manager = _manager([])
+    if manager.log is None:
+        command = ["journalctl", "--user", "--unit", UNIT_NAME, "--no-pager"]
+    elif manager.log.exists():
+        command = ["tail"]
+    else:
+        raise SettingError(f"there is no {manager.log}: the service has not run yet")
+    more = ["-n", str(lines), *(["-f"] if follow else [])]
+    if shutil.which(command[0]) is None:
+        raise SettingError(f"{command[0]} is not on this machine")
+    subprocess.run([*command, *more, *([str(manager.log)] if manager.log else [])])
+
+
+@app.command()
+def uninstall() -> None:
+    """Stop the service, and remove its file; models and caches stay."""
+    manager = _manager([])
+    if not manager.file.exists():
+        print("not installed")
+        return
+    if shutil.which(manager.program):
+        _run_all(manager.stop, may_fail=True)
+    manager.file.unlink()
+    print(f"removed {manager.file}")
+
+
+def _manager(command: Sequence[str]) -> ServiceManager:
+    return _launchd(command) if sys.platform == "darwin" else _systemd(command)
+
+
+def _systemd(command: Sequence[str]) -> ServiceManager:
+    config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    systemctl = ("systemctl", "--user")
+    return ServiceManager(
+        program="systemctl",
+        file=config / "systemd" / "user" / UNIT_NAME,
+        content=systemd_unit(command).encode(),
+        log=None,
+        start=((*systemctl, "daemon-reload"), (*systemctl, "enable", "--now", UNIT_NAME)),
+        stop=((*systemctl, "disable", "--now", UNIT_NAME),),
+        state=(*systemctl, "is-active", "--quiet", UNIT_NAME),
+    )
+
+
+def _launchd(command: Sequence[str]) -> ServiceManager:
+    library = Path.home() / "Library"
+    file = library / "LaunchAgents" / f"{AGENT_LABEL}.plist"
+    log = library / "Logs" / "penstock.log"
+    domain = f"gui/{os.getuid()}"
+    return ServiceManager(
+        program="launchctl",
+        file=file,
+        content=launchd_agent(command, log),
+        log=log,
+        start=(("launchctl", "bootstrap", domain, str(file)),),
+        stop=(("launchctl", "bootout", f"{domain}/{AGENT_LABEL}"),),
+        state=("launchctl", "print", f"{domain}/{AGENT_LABEL}"),
+    )
+
+
+def _run_all(commands: Sequence[Sequence[str]], *, may_fail: bool = False) -> None:
+    for command in commands:
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode and not may_fail:
+            reason = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+            raise SettingError(f"{' '.join(command)} failed: {reason}")

@@ -1,0 +1,142 @@
+"""`penstock service`: a script in place of each service manager records what it is asked."""
+
+from __future__ import annotations
+
+import os
+import plistlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from run_command import Call
+
+from penstock.cli.service_units import launchd_agent, systemd_unit
+
+COMMAND = ["/opt/a b/python", "-m", "penstock", "serve", "50%", '$HOME "x" \\', "--port", "0"]
+RECORDER = '#!/bin/sh\necho "$(basename "$0") $*" >> {log}\nexit {code}\n'
+
+
+@pytest.fixture
+def managers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home whose systemctl, launchctl, journalctl and tail write their words into a file."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    log = tmp_path / "asked"
+    log.touch()
+    for name in ("systemctl", "launchctl", "journalctl", "tail"):
+        write_recorder(programs / name, log, 0)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    return log
+
+
+def write_recorder(program: Path, log: Path, code: int) -> None:
+    program.write_text(RECORDER.format(log=shlex.quote(str(log)), code=code))
+    program.chmod(0o755)
+
+
+def test_systemd_unit_is_installed_and_removed(managers: Path, call: Call) -> None:
+    done = call("service", "install", "smollm2", "--memory-limit", "4GB")
+    assert done.returncode == 0, done.stderr
+    unit = managers.parent / ".config" / "systemd" / "user" / "penstock.service"
+    assert f"ExecStart={sys.executable} -m penstock serve smollm2 --memory-limit 4GB\n" in (
+        unit.read_text()
+    )
+    assert call("service", "status").stdout == f"running: {unit}\n"
+    assert call("service", "logs", "-n", "3", "--follow").returncode == 0
+    assert call("service", "uninstall").stdout == f"removed {unit}\n"
+    assert not unit.exists()
+    assert managers.read_text().splitlines() == [
+        "systemctl --user daemon-reload",
+        "systemctl --user enable --now penstock.service",
+        "systemctl --user is-active --quiet penstock.service",
+        "journalctl --user --unit penstock.service --no-pager -n 3 -f",
+        "systemctl --user disable --now penstock.service",
+    ]
+
+
+def test_launchd_agent_is_installed_and_removed(
+    managers: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    for _ in range(2):  # the second replaces the first
+        assert call("service", "install").returncode == 0
+    library = managers.parent / "Library"
+    agent = library / "LaunchAgents" / "mlx.penstock.serve.plist"
+    assert plistlib.loads(agent.read_bytes())["ProgramArguments"][-2:] == ["penstock", "serve"]
+    assert call("service", "logs").returncode == 2, "it has written nothing yet"
+    (library / "Logs").mkdir()
+    (library / "Logs" / "penstock.log").touch()
+    assert call("service", "logs").returncode == 0
+    assert call("service", "uninstall").returncode == 0
+    asked = [re.sub(r"gui/\d+", "gui/U", line) for line in managers.read_text().splitlines()]
+    assert asked == [
+        f"launchctl bootstrap gui/U {agent}",
+        "launchctl bootout gui/U/mlx.penstock.serve",
+        f"launchctl bootstrap gui/U {agent}",
+        f"tail -n 50 {library}/Logs/penstock.log",
+        "launchctl bootout gui/U/mlx.penstock.serve",
+    ]
+
+
+def test_wrong_flag_of_serve_is_refused_at_install(managers: Path, call: Call) -> None:
+    for words in (["--port", "much"], ["--no-such-flag"]):
+        done = call("service", "install", *words)
+        assert done.returncode == 2
+        assert len(done.stderr.splitlines()) == 1
+    assert managers.read_text() == ""
+
+
+def test_status_without_service_is_code_3(managers: Path, call: Call) -> None:
+    assert call("service", "status").returncode == 3
+    assert call("service", "uninstall").stdout == "not installed\n"
+    assert call("service", "install").returncode == 0
+    write_recorder(managers.parent / "bin" / "systemctl", managers, 3)
+    done = call("service", "status")
+    assert (done.returncode, done.stdout[:8]) == (3, "stopped:")
+    done = call("service", "install")
+    assert done.stderr == "penstock: systemctl --user daemon-reload failed: exit code 3\n"
+
+
+def test_missing_service_manager_is_one_line(
+    managers: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(managers.parent))
+    done = call("service", "install")
+    assert done.returncode == 2
+    assert "systemctl is not on this machine" in done.stderr
+    assert call("service", "install", "--print").stdout == systemd_unit(
+        [sys.executable, "-m", "penstock", "serve"]
+    )
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here")
+def test_systemd_accepts_unit(tmp_path: Path) -> None:
+    unit = tmp_path / "penstock.service"
+    unit.write_text(systemd_unit([sys.executable, *COMMAND[1:]]))
+    verify = ["systemd-analyze", "verify", "--user", "--recursive-errors=no", str(unit)]
+    user = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)}
+    done = subprocess.run(verify, capture_output=True, text=True, env=user)
+    assert "penstock.service" not in done.stderr
+    unit.write_text(unit.read_text().replace("Restart=on-failure", "Restart=sometimes"))
+    done = subprocess.run(verify, capture_output=True, text=True, env=user)
+    assert "penstock.service" in done.stderr, "the check sees nothing"
+
+
+def test_systemd_words_are_quoted() -> None:
+    (line,) = [line for line in systemd_unit(COMMAND).splitlines() if line.startswith("ExecStart=")]
+    assert line == (
+        'ExecStart="/opt/a b/python" -m penstock serve "50%%" "$$HOME \\"x\\" \\\\" --port 0'
+    )
+
+
+def test_launchd_agent_restarts_after_failure_only(tmp_path: Path) -> None:
+    agent = plistlib.loads(launchd_agent(COMMAND, tmp_path / "log"))
+    assert agent["ProgramArguments"] == COMMAND
+    assert agent["KeepAlive"] == {"SuccessfulExit": False}
+    assert agent["RunAtLoad"] is True

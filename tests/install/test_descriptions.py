@@ -1,0 +1,89 @@
+"""Descriptions for containers, Kubernetes and Homebrew: by their own checks, and by our flags."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.main import get_command
+
+from penstock.cli import app
+from penstock.config import ServerSettings
+
+PACKAGING = Path(__file__).parents[2] / "packaging"
+FORMULA = PACKAGING / "homebrew" / "penstock.rb"
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((PACKAGING / name).read_text()))
+
+
+def checked(tools: Path, *command: str | Path) -> None:
+    program, *words = command
+    done = subprocess.run([tools / program, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_hadolint_accepts_container_file(tools: Path) -> None:
+    checked(tools, "hadolint", PACKAGING / "Containerfile")
+
+
+def test_kubernetes_schema_accepts_example(tools: Path) -> None:
+    checked(tools, "kubernetes-validate", "--strict", PACKAGING / "kubernetes.yaml")
+
+
+def test_commands_of_descriptions_parse() -> None:
+    """The flags are those of `penstock serve`, with `${NAME:-value}` replaced by its value."""
+    deployment = documents("kubernetes.yaml")[0]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    (compose,) = documents("compose.yaml")
+    commands = [container["args"], compose["services"]["penstock"]["command"]]
+    for words in commands:
+        values = [re.sub(r"\$\{\w+:-(.*?)\}", r"\1", word) for word in words]
+        assert values[0] == "serve"
+        serve: Any = get_command(app)
+        serve.commands["serve"].make_context("serve", values[1:])
+
+
+def test_pod_outlives_drain() -> None:
+    pod = documents("kubernetes.yaml")[0]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    drain = int(container["args"][container["args"].index("--drain-timeout") + 1])
+    sleep = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] > drain + sleep
+    (compose,) = documents("compose.yaml")
+    grace = compose["services"]["penstock"]["stop_grace_period"]
+    assert int(grace.removesuffix("s")) > ServerSettings().drain_timeout_seconds
+
+
+def test_probes_ask_for_what_server_has() -> None:
+    (container,) = documents("kubernetes.yaml")[0]["spec"]["template"]["spec"]["containers"]
+    paths = {probe: container[probe]["httpGet"]["path"] for probe in container if "Probe" in probe}
+    assert paths == {
+        "startupProbe": "/ready",
+        "readinessProbe": "/ready",
+        "livenessProbe": "/health",
+    }
+
+
+def test_formula_has_what_cookbook_asks_for() -> None:
+    """In the order of `brew style`, with a service that restarts after a crash, and a test."""
+    text = FORMULA.read_text()
+    order = ["desc", "homepage", "url", "sha256", "license", "depends_on", "def install"]
+    order += ["service do", "test do"]
+    places = [text.index(f"\n  {word}") for word in order]
+    assert places == sorted(places)
+    (described,) = re.findall(r'desc "(.*)"', text)
+    assert len(described) < 80 and not described.startswith(("A ", "An ", "The "))
+    assert not described.endswith(".")
+    assert "keep_alive crashed: true" in text
+
+
+@pytest.mark.skipif(shutil.which("ruby") is None, reason="no ruby here")
+def test_formula_is_ruby() -> None:
+    subprocess.run(["ruby", "-c", FORMULA], check=True, capture_output=True)
