@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +39,11 @@ def test_import_loads_neither_mlx_nor_mlx_lm() -> None:
     code = "import sys, penstock; print([n for n in ('mlx.core', 'mlx_lm') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_no_property_wraps_cache() -> None:
+    """Python 3.14 refuses to make a dataclass with slots of it."""
+    wrapped = re.compile(r"@property\n +@(?:functools\.)?(?:lru_)?cache\b")
+    sources = sorted(Path(penstock.__file__).parent.rglob("*.py"))
+    assert [path.name for path in sources if wrapped.search(path.read_text())] == []
+    assert wrapped.search("    @property\n    @lru_cache(maxsize=16)\n")
