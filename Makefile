@@ -13,7 +13,7 @@ COMBINED := $(shell grep -rl '^from combinations import' tests | sort)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-rest test-vlm test-newest test-install test-cpus test-drawn test-rounding test-costs doctest bytecode test-scale test-fleet test-agents test-clients real mutants lint docs bench kernels peers soak hostile clean
+.PHONY: help run test test-all test-rest test-vlm test-newest test-install test-cpus test-drawn test-rounding test-costs doctest bytecode test-scale test-fleet test-agents test-clients real mutants lint docs site bench kernels peers soak hostile clean
 
 help:
 	@echo 'make run     install, look at the machine, eight agents at once, then a server to talk to'
@@ -41,7 +41,8 @@ help:
 	@echo 'make lint    ruff and mypy alone'
 	@echo 'make soak    10,000 requests to the byte, and what make test tries some of, in full'
 	@echo 'make hostile [MINUTES=60]   random hostile bodies for a server: its memory and its answers hold'
-	@echo 'make docs    write the help texts into docs/cli.md'
+	@echo 'make docs    write the help texts into docs/cli.md and benchmarks/notes/commands.md'
+	@echo 'make site    the documentation as a site in build/site; links are checked'
 	@echo 'make clean   remove the environment and what the tools left'
 	@echo 'Settings: VENV=$(VENV), PYTHON=(found), BACKEND=(found: cpu, cuda or none), WORKERS=$(WORKERS), THREADS=$(THREADS)'
 
@@ -171,8 +172,14 @@ real: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)/python tools/write_cli_docs.py
 
+site: $(VENV)/.dev
+	test -x build/mkdocs/bin/mkdocs || { $(BIN)/python -m venv build/mkdocs && \
+		build/mkdocs/bin/pip install --quiet 'mkdocs-material>=9.7,<10'; }
+	$(BIN)/python tools/site_pages.py
+	NO_MKDOCS_2_WARNING=1 build/mkdocs/bin/mkdocs build --strict
+
 bench: $(VENV)/.dev
-	$(BIN)/penstock bench all --save benchmarks/results --docs docs
+	$(BIN)/penstock bench all --save benchmarks/results --docs benchmarks/notes
 
 peers: $(VENV)/.dev
 	$(BIN)/python tests/peers/run_peers.py $(if $(MLX_LM),--mlx-lm "$(MLX_LM)") \

@@ -1,4 +1,4 @@
-"""Write the text of every --help into docs/cli.md, and other programs' flags into docs/compare.md.
+"""Write the text of every --help into the pages of commands, and other programs' flags beside ours.
 
     python tools/write_cli_docs.py
 
@@ -24,12 +24,26 @@ from penstock.cli.foreign_names import (
     ForeignFlag,
 )
 
-PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
-NAMES_PAGE = PAGE.with_name("compare.md")
+ROOT = Path(__file__).parent.parent
+PAGES = (ROOT / "docs" / "cli.md", ROOT / "benchmarks" / "notes" / "commands.md")
+NAMES_PAGE = ROOT / "docs" / "migrate.md"
 NAMES = re.compile(r"(<!-- names -->\n).*?(<!-- end of names -->)", re.DOTALL)
 MARKED = re.compile(r"(<!-- help:(?P<command>[^>]*)-->\n)(```text\n.*?^```\n)?", re.DOTALL | re.M)
 
 FOREIGN_CONSTANTS = (
+    ("`OLLAMA_HOST`", "Ollama", "`--host`, `--port`"),
+    ("`OLLAMA_MODELS`", "Ollama", "`HF_HOME`: models come from the hub"),
+    ("`OLLAMA_KEEP_ALIVE`", "Ollama", "not needed: the model stays loaded; `penstock service`"),
+    ("`OLLAMA_NUM_PARALLEL`", "Ollama", "`--max-batch-size`; contexts are not divided by it"),
+    ("`OLLAMA_MAX_QUEUE`", "Ollama", "`--max-queue`"),
+    ("`OLLAMA_CONTEXT_LENGTH`, `num_ctx`", "Ollama", "`--max-kv-size`; by default the model's own"),
+    ("`OLLAMA_KV_CACHE_TYPE`", "Ollama", "`--kv-cache-quantization 8` (for q8_0) or 4 (for q4_0)"),
+    ("`OLLAMA_FLASH_ATTENTION`", "Ollama", "not needed: `--kernels auto` takes the quickest way"),
+    ("`OLLAMA_ORIGINS`", "Ollama", "`--cors-origin`"),
+    ("`OLLAMA_GPU_OVERHEAD`", "Ollama", "`--memory-limit`: one limit for weights and caches"),
+    ("`hot_cache_only`", "oMLX", "`--hot-cache-only`"),
+    ("`hot_cache_max_size`", "oMLX", "`--memory-limit`: one limit for weights and caches"),
+    ("`ssd_cache_dir`", "oMLX", "`--ssd-cache-dir`"),
     ("`MAX_KV_SIZE`", "exo", "`--max-kv-size`; a constant of exo's source, 3,200 tokens"),
     ("`KEEP_KV_SIZE`", "exo", "`--keep-kv-size`; a constant of exo's source, 1,600 tokens"),
     ("`TinyKvFullCache`", "Tiny-LLM", "`penstock.KVCache`"),
@@ -103,5 +117,6 @@ def with_names(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(written(page.read_text()))
     NAMES_PAGE.write_text(with_names(NAMES_PAGE.read_text()))

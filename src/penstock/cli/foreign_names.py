@@ -1,6 +1,6 @@
 """Translation of other servers' flags and environment variables.
 
-`translated` applies the table `FOREIGN_FLAGS` to a command line; docs/compare.md shows the table.
+`translated` applies the table `FOREIGN_FLAGS` to a command line; docs/migrate.md shows the table.
 """
 
 from __future__ import annotations

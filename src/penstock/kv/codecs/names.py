@@ -12,8 +12,11 @@ from penstock.kv.codecs.turbo import Turbo
 
 RAW = "raw"
 AUTO = {"auto2.5x": "kivi6/turbo6", "auto3.5x": "kivi5/turbo3", "auto5x": "kivi3/turbo2.5"}
-"""Codecs with the lowest KL divergence on a real model (docs/real.md) at this compression of
-float16. Valid for head sizes that are a multiple of 64; see docs/codecs.md for 80, 96 and 112."""
+"""Codecs with the lowest KL divergence on a real model at this compression of float16.
+
+Figures are in benchmarks/notes/real.md. Valid for head sizes that are a multiple of 64; see
+docs/codecs.md for 80, 96 and 112.
+"""
 CODECS: tuple[type[Codec], ...] = (Affine, Turbo, Kivi)
 """All codecs; a new one is a file in this folder and an entry here."""
 FORMS = "; ".join(
