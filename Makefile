@@ -121,7 +121,7 @@ test-newest: $(VLM)/.installed
 
 # Downloads what a user's machine would; each installer has an environment of its own.
 test-install: $(VENV)/.dev
-	PENSTOCK_INSTALLERS=all $(BIN)/pytest tests/install
+	PENSTOCK_INSTALLERS=all $(BIN)/pytest $(LONG) tests/install
 
 # Writes tests/quick_costs.txt, on a quiet machine.
 test-costs: $(VENV)/.dev
