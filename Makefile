@@ -13,7 +13,7 @@ COMBINED := $(shell grep -rl '^from combinations import' tests | sort)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-rest test-vlm test-newest test-install test-cpus test-drawn test-rounding test-costs doctest bytecode test-scale test-fleet test-agents test-clients real mutants lint docs site bench kernels peers soak hostile clean
+.PHONY: help run test test-all test-rest test-vlm test-newest test-install test-cpus test-drawn test-rounding test-costs doctest bytecode test-scale test-fleet test-agents test-clients real mutants lint docs site record bench kernels peers soak hostile clean
 
 help:
 	@echo 'make run     install, look at the machine, eight agents at once, then a server to talk to'
@@ -34,6 +34,7 @@ help:
 	@echo 'make test-clients   clients of PyPI and npm, llm-comply and lm-eval, once each against the server'
 	@echo 'make real    a real model (98 MB, fetched once): the same text as mlx-lm, cold, warm, restored'
 	@echo 'make bench   the claims, measured on this machine'
+	@echo 'make record   a Mac recorded into one file, in ten minutes: kernels, speed beside mlx-lm'
 	@echo 'make kernels   the attention kernels through nvrtc, clang and SPIR-V too (700 MB installed, fetched once)'
 	@echo 'make peers MLX_LM=FOLDER   the tests of mlx-lm (a checkout), on our classes'
 	@echo 'make peers TEMPLATES=FOLDER   and the chat templates there (*.jinja), through the probe'
@@ -180,6 +181,9 @@ site: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/penstock bench all --save benchmarks/results --docs benchmarks/notes
+
+record: $(VENV)/.run
+	$(BIN)/penstock bench mac
 
 peers: $(VENV)/.dev
 	$(BIN)/python tests/peers/run_peers.py $(if $(MLX_LM),--mlx-lm "$(MLX_LM)") \

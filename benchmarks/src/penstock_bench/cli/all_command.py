@@ -40,6 +40,7 @@ BENCHES: tuple[Command, ...] = (
 )
 """Benchmarks that need nothing but the machine, with their settings."""
 LEFT_OUT = {
+    "mac": "runs other benches",
     "trace": "needs a file of requests",
     "cluster": "needs a file of requests",
     "serve": "takes longer than all others",

@@ -13,6 +13,7 @@ from penstock_bench.cli import (
     engine_commands,
     index_commands,
     kernels_command,
+    mac_command,
     serve_command,
     verify_command,
     weights_command,
@@ -20,6 +21,7 @@ from penstock_bench.cli import (
 
 app = typer.Typer(cls=ListedCommands, add_completion=False, rich_markup_mode=None)
 app.command("all")(all_command.all_benches)
+app.command()(mac_command.mac)
 app.command("shared-prefix")(engine_commands.shared_prefix)
 app.command()(engine_commands.hit)
 app.command()(engine_commands.ragged)

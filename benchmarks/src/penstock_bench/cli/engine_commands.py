@@ -160,6 +160,16 @@ def single(
     curve_only: Annotated[
         bool, typer.Option("--curve-only", help="Measure only the cost of a step (--longest).")
     ] = False,
+    prompt: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Prompt length of one sequence, in place of the usual shapes; may be given "
+            "several times.",
+            metavar="TOKENS",
+            min=64,
+            show_default="the usual shapes",
+        ),
+    ] = None,
     *,
     codec: EngineCodec,
     as_json: options.Json = False,
@@ -180,6 +190,8 @@ def single(
         if not longest:
             raise SettingError("--curve-only needs --longest above 0")
         load = replace(load, shapes=())
+    elif prompt:
+        load = replace(load, shapes=tuple((1, tokens) for tokens in prompt))
     finish(measure(load), as_json=as_json, save=save, plot=plot)
 
 
