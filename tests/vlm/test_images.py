@@ -25,6 +25,7 @@ from penstock.engine.request import Request
 from penstock.errors import LedgerFull, StepFailed
 from penstock.models.input_spans import InputSpan, SpanEmbeddings
 from penstock.models.loading import load_all
+from penstock.models.source_choice import choose_source
 from penstock.server.image_files import file_of
 
 pytestmark = [
@@ -294,8 +295,22 @@ def test_doctor_says_whether_images_are_read(
 ) -> None:
     folder = write_model("qwen2_vl", tmp_path / "qwen2_vl")
     said = []
-    for source in ("mlx-vlm", "auto"):
+    for source in ("mlx-vlm", "auto", "mlx-lm"):
         main(["doctor", str(folder), "--json", "--model-source", source])
         said.append(json.loads(capsys.readouterr().out)["model"]["images"])
-    assert said[0] == "read"
-    assert said[1].startswith("left out") and "--model-source mlx-vlm" in said[1]
+    assert said[:2] == ["read", "read"]
+    assert said[2].startswith("left out") and "--model-source auto" in said[2]
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3", "gemma4", "qwen3_5"])
+def test_folder_with_a_tower_is_loaded_with_it(family: str, tmp_path: Path) -> None:
+    folder = write_model(family, tmp_path / family)
+    choice, _ = choose_source(str(folder))
+    assert choice.name == "mlx-vlm" and "images" in choice.why
+    assert choose_source(str(folder), "mlx-lm")[0].name == "mlx-lm"
+    file = folder / "model.safetensors"
+    weights = mx.load(str(file))
+    assert isinstance(weights, dict)
+    text = {name: array for name, array in weights.items() if "vis" not in name}
+    mx.save_safetensors(str(file), text)  # as mlx-lm's converter leaves it
+    assert choose_source(str(folder))[0].name == "mlx-lm"

@@ -181,7 +181,7 @@ def _images(loaded: Loaded) -> str | None:
     if "vision_config" not in loaded.config:
         return None
     if loaded.source.name == "mlx-lm":
-        return "left out: mlx-lm reads text alone; --model-source mlx-vlm may read them"
+        return "left out: mlx-lm reads text; with mlx-vlm --model-source auto may read images"
     return "left out: docs/images.md has the families whose images are read"
 
 

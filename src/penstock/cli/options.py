@@ -46,8 +46,8 @@ WeightsDtype: TypeAlias = Annotated[
 ModelSource: TypeAlias = Annotated[
     config.ModelSource,
     typer.Option(
-        help="Library whose classes load a model folder. auto: mlx-lm; mlx-vlm for a model type "
-        "that only that has.",
+        help="Library whose classes load a model folder. auto: mlx-lm; if it is installed, mlx-vlm "
+        "for a model type that only that has, and for models whose images it reads.",
         envvar="PENSTOCK_MODEL_SOURCE",
     ),
 ]

@@ -6,7 +6,7 @@ import json
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -226,6 +226,11 @@ def packed_weight_bytes(folder: str | Path) -> int | None:
         one = packed_matrix_bytes(rows, columns, bits, group, scale_bytes, sides=sides)
         total += prod(experts) * one
     return total if has_packed else None
+
+
+def has_tensor(folder: Path, parts: Sequence[str]) -> bool:
+    """Return whether a folder has a tensor with one of the parts in its name."""
+    return any(part in name for name, _ in _tensors(folder) for part in parts)
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:

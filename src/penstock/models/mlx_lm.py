@@ -103,6 +103,9 @@ class ModelReader(Protocol):
     def knows(self, model_type: str) -> bool:
         """Return whether the library has the model type; its classes are not imported."""
 
+    def reads_images(self, config: Mapping[str, Any]) -> bool:
+        """Return whether images of models with a config are read."""
+
     def read(self, source: str) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
         """Return the model, tokenizer and config of a folder or hub name."""
 
@@ -116,6 +119,9 @@ class MlxLmReader:
         name = mlx_lm.utils.MODEL_REMAPPING.get(model_type, model_type)
         named = name.replace("-", "_").isidentifier()
         return bool(named and find_spec(f"mlx_lm.models.{name}") is not None)
+
+    def reads_images(self, config: Mapping[str, Any]) -> bool:
+        return False
 
     def read(self, source: str) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
         model, tokenizer, config = mlx_lm.load(source, SAFELY, lazy=True, return_config=True)

@@ -1,4 +1,4 @@
-"""Choice between mlx-lm and mlx-vlm, by the model type in a folder's config."""
+"""Choice between mlx-lm and mlx-vlm, by the model type in a folder's config and its tower."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from typing import Any
 from penstock.config import ModelSource
 from penstock.errors import ModelError
 from penstock.extensions import extension
+from penstock.memory.reading import has_tensor
 from penstock.models.mlx_lm import MlxLmReader, ModelReader
+from penstock.models.recommended import pull
 from penstock.models.source import SourceChoice, read_object
 
 INSTALL = "pip install mlx-vlm"
+TOWERS = ("vision", "visual")
+"""Parts of names of a vision tower's weights."""
 
 
 def choose_source(source: str, asked: ModelSource = "auto") -> tuple[SourceChoice, ModelReader]:
@@ -39,6 +43,10 @@ def choose_source(source: str, asked: ModelSource = "auto") -> tuple[SourceChoic
     if not isinstance(model_type, str):
         return SourceChoice("mlx-lm", "no model type is known"), mlx_lm
     if mlx_lm.knows(model_type):
+        images = _image_reader(source)
+        if images is not None:
+            why = f"it reads images of the model type {model_type}, and mlx-lm text alone"
+            return SourceChoice("mlx-vlm", why), images
         return SourceChoice("mlx-lm", f"it has the model type {model_type}"), mlx_lm
     lacks = f"{mlx_lm.release} has no model type {model_type}"
     # mlx-vlm takes seconds to import, which other models need not wait for.
@@ -48,6 +56,19 @@ def choose_source(source: str, asked: ModelSource = "auto") -> tuple[SourceChoic
     if not mlx_vlm.knows(model_type):
         raise ModelError(f"{source}: {lacks}, and {mlx_vlm.release} has none either")
     return SourceChoice("mlx-vlm", lacks), mlx_vlm
+
+
+def _image_reader(source: str) -> ModelReader | None:
+    """Return mlx-vlm if it is installed and reads images by the tower of a model."""
+    config = _config(source)
+    if "vision_config" not in config:
+        return None
+    mlx_vlm = _mlx_vlm()
+    if mlx_vlm is None or not mlx_vlm.reads_images(config):
+        return None
+    # A folder that mlx-lm has converted has the config of a tower, and no weights of it.
+    folder = Path(source) if Path(source).is_dir() else pull(source)
+    return mlx_vlm if has_tensor(folder, TOWERS) else None
 
 
 def _mlx_vlm() -> ModelReader | None:

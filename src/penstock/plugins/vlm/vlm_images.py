@@ -48,6 +48,8 @@ FAMILIES = {
 }
 """Text that stands for an image before its size is known, by model type. Tokens of an image attend
 to the tokens before them alone, so that a prompt may be cut within one."""
+SEES_AHEAD = "use_bidirectional_attention"
+"""Key of a config whose value `vision` lets tokens of an image see those behind them."""
 LANGUAGE_MODEL = "language_model"
 REMEMBERED = 4_096
 """Number of sizes whose tokens are remembered, and of images that are known to be whole."""
@@ -287,7 +289,7 @@ def own_attributes(model: Any) -> Any:
 def marker_of(config: Any) -> str | None:
     """Return the mark of a model whose images are read; None for another."""
     text = getattr(config, "text_config", None)
-    if getattr(text, "use_bidirectional_attention", None) == "vision":
+    if getattr(text, SEES_AHEAD, None) == "vision":
         return None
     return FAMILIES.get(str(getattr(config, "model_type", "")))
 

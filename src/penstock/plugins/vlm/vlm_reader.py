@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ with unchanged_limit():
     import mlx_vlm.utils
     from mlx_vlm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-    from penstock.plugins.vlm.vlm_images import VlmImages, marker_of, tower_of
+    from penstock.plugins.vlm.vlm_images import FAMILIES, SEES_AHEAD, VlmImages, marker_of, tower_of
 
 logger = logging.getLogger(__name__)
 SWITCHES[QuantizedSwitchLinear] = SwitchLinear
@@ -95,6 +96,11 @@ class VlmReader:
             return False
         file = Path(mlx_vlm.models.__path__[0]) / name / "__init__.py"
         return bool(name.isidentifier() and file.is_file())
+
+    def reads_images(self, config: Mapping[str, Any]) -> bool:
+        text = config.get("text_config")
+        attention = text.get(SEES_AHEAD) if isinstance(text, dict) else None
+        return config.get("model_type") in FAMILIES and attention != "vision"
 
     def read(self, source: str) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
         folder = mlx_vlm.utils.get_model_path(source)
