@@ -102,12 +102,14 @@ def test_bytes_of_an_image_are_reserved_before_it_is_computed(pair: Pair, side: 
     span = InputSpan(0, len(place.tokens), place.key, place.source)
     reader.embed(span)  # constants are made once
     kept_bytes, work_bytes = reader.embed_bytes(span)
-    mx.synchronize()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    embeddings = reader.embed(span)
-    assert embeddings.nbytes <= kept_bytes
-    assert mx.get_peak_memory() - before <= kept_bytes + work_bytes
+    for _ in range(8):  # how far MLX runs ahead of its operations differs from time to time
+        mx.synchronize()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        embeddings = reader.embed(span)
+        assert embeddings.nbytes <= kept_bytes
+        assert mx.get_peak_memory() - before <= kept_bytes + work_bytes
+        del embeddings
 
 
 def test_answer_depends_on_image(qwen: Pair) -> None:

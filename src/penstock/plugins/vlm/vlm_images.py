@@ -55,7 +55,7 @@ REMEMBERED = 4_096
 """Number of sizes whose tokens are remembered, and of images that are known to be whole."""
 SCORE_COPIES = 3
 ACTIVATION_COPIES = 6
-PIXEL_COPIES = 4
+PIXEL_COPIES = 5
 TABLE_COPIES = 6
 PIXEL_BYTES = 3
 """Bytes of a decoded pixel."""
