@@ -39,7 +39,7 @@ def mac(
         ),
     ] = Path("penstock-record.json"),
 ) -> None:
-    """Record a machine with a GPU: kernels, speed beside mlx-lm, sharing, into one file.
+    """Record a GPU in one file: kernels, speed beside mlx-lm, sharing.
 
     Needs no input and no network, and takes ten minutes on a Mac. Exits with 2 if a bench fails, as
     on tokens that differ from mlx-lm's; goals that are not met are only recorded.
