@@ -47,6 +47,7 @@ def test_systemd_unit_is_installed_and_removed(managers: Path, call: Call) -> No
     assert f"ExecStart={sys.executable} -m penstock serve smollm2 --memory-limit 4GB\n" in (
         unit.read_text()
     )
+    assert unit.stat().st_mode & 0o777 == 0o600
     assert call("service", "status").stdout == f"running: {unit}\n"
     assert call("service", "logs", "-n", "3", "--follow").returncode == 0
     assert call("service", "uninstall").stdout == f"removed {unit}\n"

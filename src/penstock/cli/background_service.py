@@ -87,6 +87,8 @@ def install(
     if manager.file.exists():
         _run_all(manager.stop, may_fail=True)
     manager.file.parent.mkdir(parents=True, exist_ok=True)
+    manager.file.touch(mode=0o600)
+    manager.file.chmod(0o600)  # a key may be among the flags
     manager.file.write_bytes(manager.content)
     _run_all(manager.start)
     print(f"installed {manager.file}\nstarted; penstock service logs shows its output")
