@@ -210,7 +210,6 @@ class MixedReads(Reads):
         self.check_given(keys, values, mask)
         (of_rows, of_chunk), (rows, chunk) = self._parts(queries), self._fetched
         mixed = self.decode.attend(of_rows, *rows, scale, mask, sinks)
-        mx.eval(mixed)  # so the arrays of the two parts are never alive together
         read = self.chunk.attend(of_chunk, *chunk, scale, mask, sinks)
         return mx.concatenate([_by_token(part) for part in (mixed, read)])
 

@@ -277,13 +277,13 @@ class Runner:
     def mixes(self) -> bool:
         """Whether running sequences and a prefill chunk are computed in one pass.
 
-        A layer that has a state of its own, or chooses what it reads, takes each part by itself.
+        Layers that keep another dtype than they compute are packed, and computed in one job unless
+        they choose what they read: its memory follows from the tokens of a pass. In MLX's
+        operations both parts would be alive.
         """
-        fitness, layout = self.fitness, self.layout
-        by_token = fitness.way == "shared" and not (fitness.whole or layout.compresses)
         reads_all = not (self.selection.layers or self.prompt_selection.layers)
-        is_whole = self.ranks == 1 and not (self._passes_on or self.is_recurrent)
-        return by_token and reads_all and is_whole and self._spans is None
+        is_whole = self.ranks == 1 and not self._passes_on
+        return self.kv_dtype is not None and self._spans is None and reads_all and is_whole
 
     def mixed(
         self,
