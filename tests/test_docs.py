@@ -30,6 +30,13 @@ def typed_in(page: Path, command: str) -> list[str]:
     return re.findall(f"`{command}", text) + re.findall(f"^{command}", shell, re.MULTILINE)
 
 
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    listed = re.findall(r"[\w./-]+\.md", (ROOT / "mkdocs.yml").read_text())
+    pages = {page.relative_to(ROOT).as_posix() for page in PAGES if page.parent != ROOT}
+    assert pages <= set(listed)
+    assert len(listed) == len(set(listed))
+
+
 @pytest.mark.parametrize("path", TOOL["PAGES"], ids=lambda page: page.name)
 def test_cli_page_matches_help(path: Path) -> None:
     page = path.read_text()
