@@ -11,7 +11,7 @@ import pytest
 from command_line import commands
 from typer.main import get_command
 
-from penstock.cli import app
+from penstock.cli.commands import app
 from penstock.kv.codecs.names import FORMS
 
 ROOT = Path(__file__).parent.parent

@@ -22,7 +22,8 @@ from run_command import SCRIPT, Call, Capture, Done, refused, run, typed
 from typer.main import get_command
 
 import penstock
-from penstock.cli import app, main
+from penstock.cli import main
+from penstock.cli.commands import app
 from penstock.cli.options import WITHOUT_VALUE, with_values
 from penstock.recall import MODEL_PATH
 

@@ -7,7 +7,8 @@ import shlex
 import pytest
 from typer.main import get_command
 
-from penstock.cli import app, main
+from penstock.cli import main
+from penstock.cli.commands import app
 from penstock.cli.foreign_names import (
     FOREIGN_FLAGS,
     FOREIGN_VALUES,

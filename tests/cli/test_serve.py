@@ -23,8 +23,9 @@ from patience import SOON
 from servers import serving, settings, wait_until
 from typer.main import get_command
 
-from penstock.cli import app, main, start_progress
+from penstock.cli import main, start_progress
 from penstock.cli.banner import banner
+from penstock.cli.commands import app
 from penstock.cli.engines import make_engine
 from penstock.cli.serve import _name
 from penstock.cli.settings_file import read_toml

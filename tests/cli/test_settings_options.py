@@ -12,7 +12,8 @@ from pydantic import Field
 from typer.main import get_command
 
 from penstock import config
-from penstock.cli import app, options
+from penstock.cli import options
+from penstock.cli.commands import app
 from penstock.cli.settings_options import Fields, size_bytes, size_text, with_settings
 from penstock.config import Setting, Settings, setting_of
 from penstock.errors import SettingError

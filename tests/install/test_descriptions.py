@@ -12,7 +12,7 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from penstock.cli import app
+from penstock.cli.commands import app
 from penstock.config import ServerSettings
 
 PACKAGING = Path(__file__).parents[2] / "packaging"

@@ -1,33 +1,3 @@
-"""The penstock command line; its entry point is in `commands`.
+"""The penstock command line; its commands are in `commands`."""
 
-The commands are imported on first use: they take twice the 0.15 s that `penstock --version` may.
-"""
-
-from __future__ import annotations
-
-import sys
-from typing import TYPE_CHECKING, Any
-
-from penstock import __version__
-
-if TYPE_CHECKING:
-    from penstock.cli.commands import app as app
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run a command and return its exit code, as `commands.main` does."""
-    words = sys.argv[1:] if arguments is None else arguments
-    if words == ["--version"]:
-        print(f"penstock {__version__}")
-        return 0
-    from penstock.cli import commands
-
-    return commands.main(words)
-
-
-def __getattr__(name: str) -> Any:
-    if name != "app":
-        raise AttributeError(f"module 'penstock.cli' has no attribute {name!r}")
-    from penstock.cli import commands
-
-    return commands.app
+from penstock.cli.entry import main as main
