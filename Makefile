@@ -202,6 +202,7 @@ soak: $(VENV)/.dev
 	HYPOTHESIS_PROFILE=soak $(BIN)/pytest $(LONG) tests/stateful tests/engine/schedule/test_scheduler.py \
 		tests/server/test_schema.py tests/server/test_bad_days.py tests/server/test_parsing.py
 	PENSTOCK_KILLS=200 $(BIN)/pytest $(LONG) tests/faults/test_cold_faults.py -k killed
+	PENSTOCK_POOL_REQUESTS=500 $(BIN)/pytest $(LONG) tests/server/test_pool_process.py
 
 hostile: $(VENV)/.dev
 	$(BIN)/python tools/hostile.py --minutes $(MINUTES)

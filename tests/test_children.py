@@ -40,7 +40,7 @@ time.sleep(600)
 
 @contextmanager
 def family(kernel: bool, start: str = "children.start") -> Iterator[tuple[int, int]]:
-    """Start a process that has started one; yield the ids of both."""
+    """Start a process that has started a child; yield both ids."""
     text = PARENT.format(kernel=kernel, start=start)
     parent = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -55,7 +55,7 @@ def family(kernel: bool, start: str = "children.start") -> Iterator[tuple[int, i
 
 
 def ends(process: int, seconds: float = SOON) -> bool:
-    """Tell whether a process ends in time."""
+    """Return whether a process ends in time."""
     until = time.monotonic() + seconds
     while psutil.pid_exists(process):
         if psutil.Process(process).status() == psutil.STATUS_ZOMBIE:

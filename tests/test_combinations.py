@@ -20,7 +20,7 @@ axes = pytest.mark.parametrize("axes", AXES, ids=[str([len(a) for a in axes]) fo
 
 
 def missing(rows: list[tuple[Any, ...]], axes: list[Sequence[Any]], together: int) -> list[Any]:
-    """Return what is in the product and not in these rows: combinations of so many axes."""
+    """Return the combinations of so many axes that the rows lack."""
     return [
         (at, wanted)
         for at in itertools.combinations(range(len(axes)), together)
@@ -47,7 +47,9 @@ def test_singles_cover_every_value(axes: list[Sequence[Any]]) -> None:
 
 @axes
 @pytest.mark.parametrize("choose", [pairs, each])
-def test_whole_is_cartesian_product(choose: Callable[..., Any], axes: list[Sequence[Any]]) -> None:
+def test_whole_option_gives_cartesian_product(
+    choose: Callable[..., Any], axes: list[Sequence[Any]]
+) -> None:
     assert choose(*axes, whole=True) == list(itertools.product(*axes))
 
 

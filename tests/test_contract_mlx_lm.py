@@ -1,4 +1,4 @@
-"""What penstock uses of mlx-lm. A failure names what changed in mlx-lm."""
+"""Assumptions about mlx-lm. A failure names what changed in mlx-lm."""
 
 from __future__ import annotations
 
@@ -52,25 +52,25 @@ def test_mlx_lm_cache_classes_exist() -> None:
 
 
 @pytest.mark.parametrize("name", [*SINGLE, *BATCH])
-def test_caches_have_protocol(name: str) -> None:
+def test_caches_have_methods_of_protocol(name: str) -> None:
     gone = missing(getattr(upstream, name), PROTOCOL)
     assert gone == [], f"mlx-lm's {name} lost {gone}"
 
 
 @pytest.mark.parametrize("name", BATCH)
-def test_batch_caches_have_batch_protocol(name: str) -> None:
+def test_batch_caches_have_methods_of_batch_protocol(name: str) -> None:
     gone = missing(getattr(upstream, name), BATCH_PROTOCOL)
     assert gone == [], f"mlx-lm's {name} lost {gone}"
 
 
-def test_kv_cache_state() -> None:
+def test_kv_cache_state_has_keys_values_and_offset() -> None:
     state = filled(upstream.KVCache(), 3).state
     assert len(state) == 3, "mlx-lm's KVCache.state is not (keys, values, offset) any more"
     assert state[0].ndim == state[1].ndim == 4
     assert state[2] == 3, "the third item of KVCache.state is not the offset any more"
 
 
-def test_rotating_kv_cache_state() -> None:
+def test_rotating_kv_cache_state_has_six_items() -> None:
     state = filled(upstream.RotatingKVCache(max_size=8, keep=2), 3).state
     assert len(state) == 6, (
         "mlx-lm's RotatingKVCache.state is not (keys, values, offset, keep, max_size, _idx)"
@@ -78,12 +78,12 @@ def test_rotating_kv_cache_state() -> None:
     assert list(state[2:]) == [3, 2, 8, 3]
 
 
-def test_from_state_takes_only_state() -> None:
+def test_from_state_needs_no_meta_state() -> None:
     restored = upstream.KVCache.from_state(filled(upstream.KVCache(), 3).state)
     assert restored.offset == 3
 
 
-def test_stream_generate_takes_our_caches() -> None:
+def test_stream_generate_accepts_our_caches() -> None:
     wanted = ["model", "tokenizer", "prompt", "max_tokens"]
     assert parameters(mlx_lm.stream_generate)[:4] == wanted, (
         f"mlx_lm.stream_generate now takes {parameters(mlx_lm.stream_generate)}"
@@ -110,7 +110,7 @@ def test_make_prompt_cache_prefers_model_make_cache() -> None:
 
 
 def used_as_arrays(source: str) -> bool:
-    """Tell whether code does more with what a cache returns than to hand it to an attention."""
+    """Return whether code uses a cache's result other than by passing it to attention."""
     lines = source.splitlines()
     for number, line in enumerate(lines):
         taken = re.search(r"(\w+), (\w+) = \S*cache\S*\.update_and_fetch", line)
@@ -126,14 +126,14 @@ def used_as_arrays(source: str) -> bool:
 
 
 def test_models_unable_to_read_quantized_caches_are_listed() -> None:
-    """Add newly found models to the table of docs/memory.md."""
+    """Add newly found models to the table of benchmarks/notes/memory.md."""
     sources = {file.stem: file.read_text() for file in Path(upstream.__file__).parent.glob("*.py")}
     found = {name for name, source in sources.items() if used_as_arrays(source)}
     assert {"deepseek_v3", "gemma2", "phi"} <= found, "mlx-lm's models are written otherwise now"
     found |= {name for name, source in sources.items() if "sinks=self." in source}
     # DeepSeek 4.1 makes caches of its own kind, which penstock leaves as they are.
     found -= {"cache", "deepseek_v41"}
-    page = (Path(__file__).parent.parent / "docs" / "memory.md").read_text()
+    page = (Path(__file__).parent.parent / "benchmarks" / "notes" / "memory.md").read_text()
     unknown = found - set(re.findall(r"\w+", page.partition("| model types | why |")[2]))
     assert unknown == set(), f"these models of mlx-lm cannot read quantized caches: {unknown}"
 
@@ -151,5 +151,17 @@ def test_models_support_tensor_and_pipeline_sharding() -> None:
     assert (stage.pipeline_rank, stage.pipeline_size) == (0, 1)
 
 
-def test_same_files_of_a_hub_model_are_fetched() -> None:
+def test_hub_file_patterns_match_mlx_lm() -> None:
     assert [*PATTERNS] == mlx_lm.utils.DEFAULT_ALLOW_PATTERNS
+
+
+def test_model_class_can_be_replaced_while_loading() -> None:
+    """Multi-token heads are added by a subclass, whose cache is a list of two."""
+    given = parameters(mlx_lm.utils.load_model)
+    assert {"model_config", "get_model_classes"} <= set(given)
+    for family in ("qwen3_5", "qwen3_5_moe", "qwen3_next"):
+        model_class, arguments = mlx_lm.utils._get_classes({"model_type": family})
+        assert missing(model_class, ("sanitize", "make_cache")) == []
+        assert hasattr(arguments, "from_dict")
+    kv, state = upstream.CacheList(upstream.KVCache(), upstream.ArraysCache(1))
+    assert (kv.empty(), state[0]) == (True, None)

@@ -24,7 +24,7 @@ COMMANDS = [" ".join(words) for words, _ in commands(get_command(app))]
 
 
 def typed_in(page: Path, command: str) -> list[str]:
-    """Find what `command` matches in backticks and at the start of shell lines of a page."""
+    """Return matches of `command` in backticks and at the start of a page's shell lines."""
     text = page.read_text()
     shell = "\n".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL))
     return re.findall(f"`{command}", text) + re.findall(f"^{command}", shell, re.MULTILINE)
@@ -169,7 +169,7 @@ DATED = re.compile(
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.parent != ROOT], ids=lambda page: page.name
 )
-def test_measured_times_are_dated(page: Path) -> None:
+def test_measured_times_have_date_or_record(page: Path) -> None:
     text = page.read_text()
     assert not TIMES.search(text) or DATED.search(text), "name a record, or say: Figures as of DATE"
 

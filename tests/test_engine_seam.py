@@ -20,7 +20,7 @@ CORES = frozenset({"core", "_core"})
 
 
 def name_of(node: ast.expr) -> str | None:
-    """Return the last name of a chain of attributes."""
+    """Return the last name of an attribute chain."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else None
@@ -36,7 +36,7 @@ def imports_the_core(node: ast.AST) -> bool:
 
 
 def accesses_core_part(node: ast.AST) -> bool:
-    """Tell whether a node is `engine._core`, `core.<part>` or the like."""
+    """Return whether a node is `engine._core`, `core.<part>` or the like."""
     if not isinstance(node, ast.Attribute):
         return False
     owner = name_of(node.value)
@@ -45,7 +45,7 @@ def accesses_core_part(node: ast.AST) -> bool:
 
 
 def faults(module: str, source: str) -> list[str]:
-    """List what `module` does with the core that only `engine` may do."""
+    """List accesses of `module` to the core that only `engine` may make."""
     steps_itself = module.split(".", 1)[0] == STEPS_ITSELF
     return [
         f"{module}: {ast.unparse(node)}"

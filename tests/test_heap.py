@@ -1,4 +1,4 @@
-"""Memory that MLX frees stays with the process, where the C library allows it."""
+"""Memory that MLX frees stays with the process if the C library supports it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def page_faults(mode: str) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
-def test_freed_memory_is_not_remapped() -> None:
+def test_freed_heap_memory_is_reused_without_page_faults() -> None:
     by_default = page_faults("not kept")
     if by_default < 10_000:
         pytest.skip(f"this C library keeps it by itself: {by_default} faults")
@@ -64,7 +64,7 @@ print(full - kept, kept - resident())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
-def test_kept_memory_can_be_released() -> None:
+def test_retained_heap_memory_can_be_released() -> None:
     command = [sys.executable, "-c", GIVING_BACK]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     gone_at_once, given_back = map(int, found.split())
@@ -90,7 +90,7 @@ with penstock.Engine(model, tokenizer, memory_limit="200MB"):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
-def test_engine_start_releases_what_loading_has_freed() -> None:
+def test_engine_start_releases_memory_freed_by_loading() -> None:
     command = [sys.executable, "-c", STARTED]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) > 50  # of the 100 MiB below arrays that are still there

@@ -17,7 +17,7 @@ def recount(*held: Reservation) -> dict[Kind, int]:
     return found
 
 
-def test_bytes_are_counted_by_kind_from_reservation() -> None:
+def test_reserved_bytes_are_counted_by_kind() -> None:
     ledger = Ledger(100)
     nodes, tails = ledger.reserve(Kind.NODES, 30), ledger.reserve(Kind.TAILS, 20)
     assert (ledger.used_bytes, ledger.free_bytes) == (50, 50)
@@ -29,7 +29,7 @@ def test_bytes_are_counted_by_kind_from_reservation() -> None:
     ledger.check(recount(tails))
 
 
-def test_by_class_returns_copy() -> None:
+def test_by_class_returns_a_copy() -> None:
     ledger = Ledger(100)
     ledger.by_class()[Kind.NODES] = 7
     ledger.check({})
@@ -46,7 +46,7 @@ def test_limit_may_be_filled_to_the_byte() -> None:
     assert ledger.used_bytes == 100
 
 
-def test_refusal_has_numbers_and_takes_nothing() -> None:
+def test_refused_reservation_has_numbers_and_takes_no_bytes() -> None:
     ledger = Ledger(1_000)
     held = ledger.reserve(Kind.NODES, 600)
     with pytest.raises(LedgerFull, match=r"tails need 401 B; 400 B of the limit of 1.00 kB") as e:
@@ -57,7 +57,7 @@ def test_refusal_has_numbers_and_takes_nothing() -> None:
     ledger.check(recount(held))
 
 
-def test_never_fitting_reservation_raises_never_fits() -> None:
+def test_reservation_above_limit_raises_never_fits() -> None:
     ledger = Ledger(1_000)
     ledger.reserve(Kind.WEIGHTS, 300)
     cache = ledger.reserve(Kind.NODES, 500)
@@ -73,7 +73,7 @@ def test_never_fitting_reservation_raises_never_fits() -> None:
     assert ledger.used_bytes == 800
 
 
-def test_weights_may_grow_into_their_room() -> None:
+def test_weights_may_grow_up_to_limit() -> None:
     ledger = Ledger(1_000)
     weights = ledger.reserve(Kind.WEIGHTS, 900)
     weights.resize(1_000)
@@ -96,7 +96,7 @@ def test_exception_in_with_block_releases_bytes() -> None:
     ledger.check({})
 
 
-def test_resize_to_allocated_bytes() -> None:
+def test_reservation_is_resized_to_allocated_bytes() -> None:
     ledger = Ledger(100)
     held = ledger.reserve(Kind.NODES, 40)
     held.resize(35)
@@ -107,7 +107,7 @@ def test_resize_to_allocated_bytes() -> None:
     ledger.check({Kind.NODES: 100})
 
 
-def test_growing_needs_room_only_for_difference() -> None:
+def test_growing_reservation_needs_only_the_difference() -> None:
     ledger = Ledger(100)
     held = ledger.reserve(Kind.NODES, 60)
     other = ledger.reserve(Kind.TAILS, 30)
@@ -156,7 +156,7 @@ def test_lowered_limit_reports_excess_and_admits_nothing() -> None:
     assert ledger.free_bytes == 150
 
 
-def test_sums_hold_for_any_order_of_operations() -> None:
+def test_totals_match_for_random_operations() -> None:
     draw, ledger = random.Random(1), Ledger(1_000)
     held: list[Reservation] = []
     for _ in range(3_000):
@@ -198,7 +198,7 @@ class DoesNotRelease(Ledger):
 
 
 @pytest.mark.parametrize("broken", [ForgetsAKind, ForgetsTheSum, DoesNotRelease])
-def test_check_detects_broken_account(broken: type[Ledger]) -> None:
+def test_check_detects_wrong_total(broken: type[Ledger]) -> None:
     ledger = broken(100)
     with pytest.raises(AssertionError):
         kept = ledger.reserve(Kind.NODES, 30)

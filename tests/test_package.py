@@ -41,7 +41,7 @@ def test_import_loads_neither_mlx_nor_mlx_lm() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_no_property_wraps_cache() -> None:
+def test_no_property_is_combined_with_lru_cache() -> None:
     """Python 3.14 refuses to make a dataclass with slots of it."""
     wrapped = re.compile(r"@property\n +@(?:functools\.)?(?:lru_)?cache\b")
     sources = sorted(Path(penstock.__file__).parent.rglob("*.py"))

@@ -41,7 +41,7 @@ print(json.dumps([str(root), text, sorted(TIER_KINDS), type(devices.current())._
 
 
 def without(plugins: Sequence[str], folder: Path) -> Path:
-    """Copy the package but for some plug-ins."""
+    """Copy the package without some plug-ins."""
     gone = {PACKAGE / "plugins" / plugin for plugin in plugins}
 
     def left_out(at: str, names: list[str]) -> list[str]:
@@ -52,7 +52,7 @@ def without(plugins: Sequence[str], folder: Path) -> Path:
 
 
 def run(folder: Path, *command: str) -> str:
-    """Run Python with the copy in front of all others."""
+    """Run Python with the copy first on its path."""
     path = os.pathsep.join([str(folder), *sys.path])
     done = subprocess.run(
         (sys.executable, *command),
@@ -81,12 +81,12 @@ def parsed(out: str, folder: Path) -> list[object]:
     return rest
 
 
-def test_list_of_plugins() -> None:
-    assert PLUGINS == ["cpu", "gguf", "kernels", "ray", "remote", "vlm"]
+def test_list_of_plugins_is_complete() -> None:
+    assert PLUGINS == ["cpu", "gguf", "kernels", "otel", "ray", "remote", "vlm"]
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_package_works_without_any_one_plugin(
+def test_package_works_without_any_single_plugin(
     plugin: str, tmp_path: Path, whole: list[object]
 ) -> None:
     folder = without([plugin], tmp_path)

@@ -28,7 +28,7 @@ NEVER_ONE = {
 
 
 def fixed_plurals(source: str) -> Iterator[str]:
-    """Yield the numbers of a source's f-strings, as people read them, before a fixed plural."""
+    """Yield the formatted numbers of a source's f-strings that precede a fixed plural."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.JoinedStr):
             continue

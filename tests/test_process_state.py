@@ -16,7 +16,7 @@ from penstock.cli import main
 
 
 def drawn() -> list[float]:
-    """Draw a number from each generator that all tests of a process share."""
+    """Draw a number from each global random generator."""
     return [random.random(), float(np.random.random()), float(mx.random.uniform())]
 
 

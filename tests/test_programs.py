@@ -52,7 +52,7 @@ def load(program: Path, monkeypatch: pytest.MonkeyPatch) -> object:
 
 
 def missing_names(source: str) -> list[str]:
-    """Return names that a source imports of penstock, anywhere in it, and that are not there."""
+    """Return names that a source imports from penstock and that do not exist."""
     missing = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -107,7 +107,7 @@ def test_check_detects_moved_name() -> None:
     assert missing_names(source) == ["penstock.kv.KVCache", "penstock.gone"]
 
 
-def test_peers_find_our_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_replace_existing_mlx_lm_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each class and function of mlx-lm that `make peers` replaces."""
     stand_ins = vars(load(ROOT / "tests" / "peers" / "stand_ins.py", monkeypatch))
     for home in stand_ins["HOMES"].values():
@@ -144,7 +144,7 @@ class TestCache(unittest.TestCase):
 
 
 @pytest.mark.slow
-def test_peers_smoke(tmp_path: Path) -> None:
+def test_peer_tests_run(tmp_path: Path) -> None:
     """On a test file of one class."""
     tests = tmp_path / "tests"
     tests.mkdir()
@@ -158,7 +158,7 @@ def test_peers_smoke(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_real_templates_smoke(tmp_path: Path) -> None:
+def test_real_template_check_runs(tmp_path: Path) -> None:
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}[assistant]"
     for number in range(40):
         (tmp_path / f"{number}.jinja").write_text(template)
@@ -167,7 +167,7 @@ def test_real_templates_smoke(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_vocabulary_check_smoke(tmp_path: Path) -> None:
+def test_vocabulary_check_runs(tmp_path: Path) -> None:
     """Tokens lie beside a file; one of them is wrong in the second run."""
     gguf = pytest.importorskip("gguf")
     file = tmp_path / "small.gguf"
@@ -191,7 +191,7 @@ def test_vocabulary_check_smoke(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_mutation_testing_smoke() -> None:
+def test_mutation_testing_runs() -> None:
     shown = run(
         *(ROOT / "tools/mutants.py", "ledger.py", "--sample", "3", "--seed", "1"),
         *("--workers", "1", "--pool", "tests/test_ledger.py"),
@@ -200,7 +200,7 @@ def test_mutation_testing_smoke() -> None:
 
 
 @pytest.mark.slow
-def test_hostile_bodies_smoke() -> None:
+def test_hostile_body_fuzzing_runs() -> None:
     """Latency is judged by `make hostile` on a quiet machine."""
     shown = run(ROOT / "tools/hostile.py", "--minutes", "0.2", status=(0, 1))
     sent = re.search(r"hostile requests: {(.+)}", shown)
@@ -209,18 +209,18 @@ def test_hostile_bodies_smoke() -> None:
 
 
 @pytest.mark.slow
-def test_recall_measurement_smoke() -> None:
+def test_recall_measurement_runs() -> None:
     shown = run(ROOT / "tools/eval_recall.py", "--tokens", "128", "--questions", "2")
     assert re.search(r"^ +128 +2 +[01]\.", shown, re.MULTILINE), shown
 
 
 @pytest.mark.slow
-def test_restore_passes_run() -> None:
+def test_restore_measurement_runs() -> None:
     assert "as a restore does" in run(ROOT / "tools/restore_passes.py")
 
 
 @pytest.mark.slow
-def test_cost_measurement_smoke(tmp_path: Path) -> None:
+def test_cost_measurement_runs(tmp_path: Path) -> None:
     """For one slow test in a tree of its own."""
     (tmp_path / "tools").mkdir()
     (tmp_path / "tests").mkdir()
@@ -239,7 +239,7 @@ def test_cost_measurement_smoke(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_gguf_fuzzing_smoke(tmp_path: Path) -> None:
+def test_gguf_fuzzing_runs(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     file = tmp_path / "some.gguf"
     writer = gguf.GGUFWriter(file, "llama")
@@ -262,7 +262,7 @@ OTHERWISE = {
     "clean": "removes what others make",
     "docs": "test_cli_page_matches_help",
     "test-cpus": "each run of .ci/run draws one of its CPUs: test-drawn",
-    "test-costs": "test_cost_measurement_smoke",
+    "test-costs": "test_cost_measurement_runs",
     "run": "test_first_run_prints_working_examples",
 }
 """Targets that no workflow names: a test of the suite that does the same, or the reason."""
@@ -280,7 +280,7 @@ UNSTARTED = {
 
 
 def targets(makefile: str) -> dict[str, str]:
-    """Return the targets that people type, and the text of what each needs and does."""
+    """Return the Makefile's public targets with their prerequisites and commands."""
     (phony,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
     rules: dict[str, str] = {}
     for names, body in re.findall(
@@ -292,7 +292,7 @@ def targets(makefile: str) -> dict[str, str]:
 
 
 def run_by(makefile: str, workflows: str) -> set[str]:
-    """Return the targets that workflows run, with those that these need."""
+    """Return the targets that workflows run, with their prerequisites."""
     rules = targets(makefile)
     found: set[str] = set()
     waiting = {name for name in rules if re.search(rf"\bmake {name}(?![\w-])", workflows)}
@@ -336,7 +336,7 @@ def test_every_program_is_started() -> None:
     assert left == set(UNSTARTED)
 
 
-def test_tests_replacing_make_targets_exist() -> None:
+def test_tests_listed_instead_of_make_targets_exist() -> None:
     defined = {
         name
         for path in (ROOT / "tests").rglob("test_*.py")

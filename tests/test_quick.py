@@ -22,13 +22,13 @@ def test_tests_with_costs_exist() -> None:
         assert re.search(rf"^(async )?(def|class) {defined}\b|^{defined} = ", source, re.M), name
 
 
-def test_always_run_tests_exist() -> None:
+def test_tests_listed_as_always_run_exist() -> None:
     sources = "\n".join(path.read_text() for path in TESTS.rglob("test_*.py"))
     assert set(quick.ALWAYS) <= set(re.findall(r"^ *def (test_\w+)", sources, re.M))
 
 
 class Item:
-    """As much of a test as a choice is made by."""
+    """The fields of a test item that the selection reads."""
 
     def __init__(self, file: str, name: str, slow: bool = False) -> None:
         self.path, self.name, self.slow = Path(file), name, slow
@@ -42,7 +42,7 @@ def out(items: list[Item], costs: dict[str, float]) -> list[Any]:
     return quick.left_out(items, costs)  # type: ignore[arg-type]
 
 
-def test_number_of_cases_follows_cost() -> None:
+def test_number_of_test_cases_follows_measured_cost() -> None:
     many = [Item("a.py", f"test_many[{i}]") for i in range(300)]
     dear = [Item("a.py", f"test_dear[{i}]") for i in range(3)]
     new = [Item("a.py", f"test_new[{i}]") for i in range(300)]
@@ -55,7 +55,7 @@ def test_number_of_cases_follows_cost() -> None:
     assert len({i % 4 for i in kept}) == 4, "not every so many"
 
 
-def test_longest_tests_run_only_if_alone_in_file() -> None:
+def test_longest_tests_run_only_if_single_in_file() -> None:
     longest = {"a.py::test_long": quick.LONGEST + 1, "a.py::test_longer": quick.LONGEST + 2}
     names = ("test_longer[a]", "test_long[a]", "test_long[b]")
     longer, long, more = (Item("a.py", name) for name in names)

@@ -1,4 +1,4 @@
-"""Help, errors and page texts are short and have named subjects."""
+"""Help, errors and page texts have short sentences with named subjects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LISTS = {FORMS}
 
 
 def faults(text: str) -> list[str]:
-    """List the sentences that are too long, and the words that name nothing."""
+    """List the sentences that are too long, and vague words."""
     paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
     sentences = [s for part in paragraphs for s in re.split(r"[.!?:](?:\s|$)", part)]
     return [s for s in sentences if len(s.split()) > MOST_WORDS] + NO_SUBJECTS.findall(text)
@@ -41,7 +41,7 @@ def helps() -> Iterator[tuple[str, str]]:
 
 
 def strings(source: str) -> Iterator[str]:
-    """Yield the texts of a module that are no docstrings, with X for what is put into them."""
+    """Yield the strings of a module except docstrings, with X for inserted values."""
     tree = ast.parse(source)
     alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     parts = [
@@ -59,7 +59,7 @@ def strings(source: str) -> Iterator[str]:
 
 
 def page_texts(file: Path) -> Iterator[str]:
-    """Yield the texts of a file of the page: between tags, or between quotes."""
+    """Yield the texts of a page file: between tags, or in quotes."""
     pattern = r">([^<>{}]+)<" if file.suffix == ".html" else r'"([^"\n]*)"|`([^`]*)`'
     for match in re.finditer(pattern, file.read_text(encoding="utf-8")):
         yield next(text for text in match.groups() if text is not None)
@@ -81,7 +81,7 @@ def test_help_sentences_are_short() -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
-def test_message_sentences_are_short(path: Path) -> None:
+def test_error_message_sentences_are_short(path: Path) -> None:
     texts = set(strings(path.read_text(encoding="utf-8"))) - LISTS
     assert [fault for text in texts for fault in faults(text)] == []
 

@@ -1,4 +1,4 @@
-"""The steps of a release, on the files of this checkout."""
+"""The steps of a release, checked on this checkout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_wrong_tag_is_refused_with_reasons() -> None:
     assert "src/penstock/__init__.py" in " ".join(problems)
 
 
-def test_notes_are_section_of_changelog() -> None:
+def test_release_notes_are_section_of_changelog() -> None:
     changelog = (
         "# Log\n\n## [Unreleased]\n\n- a\n\n## [1.2.3] - 2026-01-02\n\n- b\n\n## [1.2] - x\n"
     )

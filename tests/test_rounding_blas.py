@@ -1,4 +1,4 @@
-"""The BLAS of `make test-rounding`: products are right up to the last places."""
+"""The BLAS of `make test-rounding`: products are right except for the last digits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def products(library: Path, seed: int) -> list[str]:
     ).stdout.splitlines()
 
 
-def test_rounding_blas_depends_on_shape(tmp_path: Path) -> None:
+def test_rounding_blas_rounds_by_seed_and_shape(tmp_path: Path) -> None:
     library = tmp_path / "librounding_blas.so"
     build = f"cc -O2 -Wall -Werror -shared -fPIC {SOURCE} -o {library}"
     blas = Path(load_blas().name)

@@ -54,7 +54,7 @@ def test_truncated_summary_is_refused() -> None:
         Summary.from_bytes(b"123456")
 
 
-def test_false_positives_are_rare() -> None:
+def test_false_positives_of_summary_are_rare() -> None:
     """200,000 other blocks are looked up among 200,000: 9.3 false hits are expected."""
     held = Summary.of(block_hashes(*range(200_000))).blocks
     others = hash_blocks(range(200_000), 1, root_hash("another"))
@@ -76,7 +76,7 @@ Acts = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(acts=Acts, asked=st.lists(Paths, max_size=4), policy=st.sampled_from(POLICIES))
-def test_router_knows_reported_and_sent_blocks(
+def test_router_tracks_reported_and_sent_blocks(
     acts: list[tuple[str, str, list[list[int]]]], asked: list[list[int]], policy: str
 ) -> None:
     router = router_of(policy)
@@ -126,7 +126,7 @@ def test_check_detects_wrong_index() -> None:
     path=Paths,
     loads=st.lists(st.integers(0, 50), min_size=4, max_size=4),
 )
-def test_prefix_and_load_minimizes_work(
+def test_prefix_and_load_policy_minimizes_work(
     held: list[list[list[int]]], path: list[int], loads: list[int]
 ) -> None:
     router = router_of("prefix+load")
@@ -140,7 +140,7 @@ def test_prefix_and_load_minimizes_work(
     assert cost[routed.replica] == min(cost.values())
 
 
-def test_conversation_sticks_and_system_prompt_spreads() -> None:
+def test_conversation_sticks_to_replica_and_system_prompt_spreads() -> None:
     """Of equal length, and at equal load."""
     system, own = block_hashes(*range(10)), block_hashes(*range(100, 110))
     loads = {NAMES[0]: 5 * WORTH}
@@ -160,7 +160,7 @@ def test_conversation_sticks_and_system_prompt_spreads() -> None:
     assert places == {"system": NAMES[1], "own": NAMES[0]}
 
 
-def test_common_blocks_are_forgotten_with_their_prompts() -> None:
+def test_shared_block_is_forgotten_with_its_prompts() -> None:
     router, common = router_of("prefix+load"), block_hashes(1)
     for _ in range(COMMON - 1):
         router.sent(NAMES[0], common)

@@ -1,4 +1,4 @@
-"""A run ends, and fails, if a test left endless threads."""
+"""A run ends and fails if a test left endless threads."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_after():
 
 
 def run(folder: Path, *sources: str, options: tuple[str, ...] = ()) -> tuple[int, str]:
-    """Run files of tests, one a source, in a pytest of their own."""
+    """Run test files, one per source, in a separate pytest."""
     for number, source in enumerate(sources):
         (folder / f"test_{number}.py").write_text(STARTS + source)
     plain = ["-q", "-p", "threads_left", "-p", "no:cacheprovider", "-c", os.devnull]

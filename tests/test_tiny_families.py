@@ -22,7 +22,7 @@ def kinds(model: Any) -> set[str]:
     return set(walk(make_prompt_cache(model)))
 
 
-def test_more_than_a_hundred_families_are_found() -> None:
+def test_more_than_a_hundred_families_are_listed() -> None:
     found = families()
     assert len(found) > 100
     assert {"llama", "qwen3_next", "deepseek_v3", "nemotron_h", "lfm2-vl"} <= set(found)
@@ -77,7 +77,7 @@ def test_text_depends_on_whole_prompt_and_not_on_chunks(name: str) -> None:
     assert mx.abs(elsewhere - logits[:1]).max() > 1e-2
 
 
-def test_unknown_config_field_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_config_field_is_named_in_error(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclasses.dataclass
     class ModelArgs(llama.ModelArgs):
         flux_capacity: int = dataclasses.field(kw_only=True)
@@ -87,7 +87,7 @@ def test_unknown_config_field_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         build("llama")
 
 
-def test_failing_family_is_unbuildable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_family_is_reported_as_unbuildable(monkeypatch: pytest.MonkeyPatch) -> None:
     def call(self: Any, *args: Any, **kwargs: Any) -> mx.array:
         raise RuntimeError("[metal_kernel] No Metal back-end.")
 

@@ -1,4 +1,4 @@
-"""Files of the user's cache: written atomically, private, and few."""
+"""Files of the user's cache: written atomically, private, and limited in number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from penstock.user_cache import MOST_FILES, write_private
 
 
-def test_file_is_whole_while_threads_write_it(tmp_path: Path) -> None:
+def test_concurrent_writes_leave_whole_file(tmp_path: Path) -> None:
     file = tmp_path / "loops" / "one"
     contents = [bytes([number]) * (1 + 9_973 * number) for number in range(8)]
     write_private(file, contents[0])
@@ -29,7 +29,7 @@ def test_file_is_whole_while_threads_write_it(tmp_path: Path) -> None:
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-def test_rest_of_an_earlier_write_is_not_continued(tmp_path: Path) -> None:
+def test_partial_file_of_killed_process_is_overwritten(tmp_path: Path) -> None:
     """A process that was killed leaves its part, and another one may get its number."""
     file = tmp_path / "one.json"
     tmp_path.chmod(0o700)
@@ -53,7 +53,7 @@ def test_oldest_files_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root writes to any folder")
-def test_read_only_folder_is_left_alone(tmp_path: Path) -> None:
+def test_read_only_cache_folder_is_not_changed(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     write_private(tmp_path / "new", b"")
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Errors are reported whole, and folders writable by others are refused."""
+"""Errors are reported in full, and folders writable by others are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OTHER_USER = 65_533
 
 
 def model(folder: Path, **changed: object) -> Path:
-    """Copy the embedded model with a config that says something else; None leaves a name out."""
+    """Copy the embedded model with changed config values; None removes a key."""
     shutil.copytree(MODEL_PATH, folder / "model")
     file = folder / "model" / "config.json"
     config = {**json.loads(file.read_text()), **changed}
@@ -30,12 +30,12 @@ def model(folder: Path, **changed: object) -> Path:
     return file.parent
 
 
-def test_config_without_model_type_is_named(tmp_path: Path) -> None:
+def test_config_without_model_type_is_named_in_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json has no model_type"):
         load_all(model(tmp_path, model_type=None))
 
 
-def test_multi_line_error_is_joined(tmp_path: Path) -> None:
+def test_multi_line_error_is_joined_to_one_line(tmp_path: Path) -> None:
     """transformers names the wrong field in the second line."""
     with pytest.raises(ModelError) as told:
         load_all(model(tmp_path, initializer_range="much"))
@@ -43,7 +43,7 @@ def test_multi_line_error_is_joined(tmp_path: Path) -> None:
     assert "initializer_range" in str(told.value) and "'much'" in str(told.value)
 
 
-def test_own_folder_is_accepted(tmp_path: Path) -> None:
+def test_folder_of_own_user_is_accepted(tmp_path: Path) -> None:
     check_writable(FLAG, tmp_path / "new")
     (tmp_path / "link").symlink_to(tmp_path / "new")
     check_writable(FLAG, tmp_path / "link")

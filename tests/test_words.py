@@ -109,7 +109,7 @@ def test_local_names_are_specific(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "text"), MODULES, ids=[name for name, _ in MODULES])
-def test_names_avoid_dialect(name: str, text: str) -> None:
+def test_names_avoid_project_dialect(name: str, text: str) -> None:
     assert "recall" in name or dialect(text) == []
 
 

@@ -2,8 +2,9 @@
 
     python tools/write_cli_docs.py
 
-A marker is a line `<!-- help: generate -->`; the fenced block after it is replaced. The tables of
-names stand between two markers. `tests/test_docs.py` fails where page and program differ.
+A marker is a line `<!-- help: generate -->`; the fenced block after it is replaced. An option that
+an earlier block of the page shows in the same words is named, not repeated. The tables of names
+stand between two markers. `tests/test_docs.py` fails where page and program differ.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import io
 import os
 import re
+import textwrap
 from pathlib import Path
 
 from penstock.cli import main
@@ -72,9 +74,47 @@ def help_text(command: str) -> str:
     return printed.getvalue()
 
 
+def entries(panel: str) -> list[str]:
+    """Return the options of a panel of a help text, with their descriptions."""
+    return re.findall(r"^  -.*\n(?:   .*\n)*", panel, re.MULTILINE)
+
+
+def without_repeats(text: str, command: str, shown: dict[str, str]) -> str:
+    """Return a help text that only names the options of `shown`, and add its others to them.
+
+    Args:
+        text: The output of `--help`.
+        command: Its command.
+        shown: Options of earlier commands without blanks, each with its command.
+    """
+    panels = []
+    for panel in text.split("\n\n"):
+        repeated: dict[str, list[str]] = {}
+        for entry in entries(panel + "\n"):
+            words = "".join(entry.split())
+            name = entry.split()[0].rstrip(",")
+            if name in ("--json", "-h") or shown.setdefault(words, command) == command:
+                continue
+            panel = (panel + "\n").replace(entry, "", 1).rstrip("\n")
+            repeated.setdefault(shown[words], []).append(name)
+        lines = [f"As for {first}: {', '.join(names)}" for first, names in repeated.items()]
+        wrap = textwrap.TextWrapper(
+            78, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+        )
+        panels.append("\n".join([panel, *map(wrap.fill, lines)]))
+    return "\n\n".join(panels).rstrip("\n") + "\n"
+
+
 def written(page: str) -> str:
     """Return the page with the block below each marker brought up to date."""
-    return MARKED.sub(lambda found: f"{found[1]}```text\n{help_text(found['command'])}```\n", page)
+    shown: dict[str, str] = {}
+
+    def block(marker: re.Match[str]) -> str:
+        text = help_text(marker["command"])
+        command = marker["command"].strip()
+        return f"{marker[1]}```text\n{without_repeats(text, command, shown)}```\n"
+
+    return MARKED.sub(block, page)
 
 
 def flag_row(flag: ForeignFlag) -> str:

@@ -2,8 +2,9 @@
 
     python tools/write_models_docs.py [mlx-vlm]
 
-That library's table of docs/models.md is replaced. `tests/parity/test_model_matrix.py` and
-`tests/vlm/test_vlm_matrix.py` fail where the page and the engine differ. Takes minutes.
+That library's table of benchmarks/notes/families.md is replaced.
+`tests/parity/test_model_matrix.py` and `tests/vlm/test_vlm_matrix.py` fail where the page and the
+engine differ. Takes minutes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from model_matrix import Row
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "benchmarks" / "notes" / "families.md"
 END = "<!-- end of families -->"
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 

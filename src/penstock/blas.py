@@ -1,4 +1,4 @@
-"""Loading of a fast BLAS for MLX on a Linux CPU, before MLX is imported.
+"""Load a fast BLAS for MLX on a Linux CPU, before MLX is imported.
 
 MLX's Linux CPU wheel is linked against the reference BLAS: 6 GFLOPS in float32 on two cores where
 OpenBLAS reaches 200. A CBLAS replaces the slow one if it is loaded *before* `mlx.core` is
@@ -6,7 +6,7 @@ imported, with global symbols. Loading it later has no effect, because MLX has t
 symbols (measured with MLX 0.32.4).
 
 The wheel `scipy-openblas32` contains OpenBLAS with symbols prefixed by `scipy_`. The first start
-copies the library into the user's cache without the prefix, by `patchelf`, in half a second. The
+copies the library into the user's cache without the prefix, using `patchelf`, in half a second. The
 wheel is preferred to the system's libraries: it is the same on all machines, with newer kernels.
 """
 
@@ -91,10 +91,10 @@ def load_blas() -> Blas:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limit BLAS to the calling thread, for the whole process.
+    """Limit BLAS to one thread in the whole process, in a `with` block.
 
-    For work on MLX's streams and a second thread: two threads that both call a threaded BLAS
-    wait for each other. This covers MLX's BLAS and NumPy's. Accelerate has no such limit.
+    Two threads that both call a multithreaded BLAS block each other. The limit applies to MLX's
+    BLAS and NumPy's. Accelerate has no such setting.
     """
     if sys.platform != "linux":
         yield
@@ -112,7 +112,7 @@ def _pools() -> ThreadpoolController:
 
 @cache
 def multiplies_unpacked() -> bool:
-    """Return whether BLAS multiplies small matrices in place, like OpenBLAS's AVX-512 kernels."""
+    """Return whether BLAS multiplies small matrices without copying, as OpenBLAS on AVX-512."""
     blas = load_blas()
     if sys.platform != "linux" or not blas.is_fast or uses_cuda():
         return False
@@ -206,7 +206,7 @@ def _find_wheel() -> _Wheel | None:
             if entry is not None:
                 version = record.parent.name.removesuffix(".dist-info").partition("-")[2]
                 return _Wheel(site / entry[1], version, entry[2])
-    except (OSError, ValueError):  # as good as absent
+    except (OSError, ValueError):  # treated as absent
         pass
     return None
 
@@ -236,7 +236,7 @@ def _load_wheel(wheel: _Wheel) -> tuple[str, str | None]:
 def _copy_folders() -> Iterator[Path]:
     with suppress(RuntimeError):  # no home
         yield user_cache() / "blas"
-    with suppress(OSError):  # no folder for temporary files that can be written
+    with suppress(OSError):  # no writable temporary folder
         from tempfile import gettempdir  # not needed where the cache has the copy
 
         yield Path(gettempdir()) / f"penstock-{os.getuid()}"
@@ -244,14 +244,14 @@ def _copy_folders() -> Iterator[Path]:
 
 def _copy_renamed(wheel: _Wheel, copy: Path) -> None:
     """Copy the wheel's library with unprefixed symbols, atomically; OSError on failure."""
-    # These and those of _patchelf take 60 ms, when a copy is made.
+    # Imported here and in _patchelf: they take 60 ms, needed only to make a copy.
     import subprocess
     from tempfile import TemporaryDirectory
 
     copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_private(copy.parent):
         raise PermissionError(f"others than its user can write to {copy.parent}")
-    # Every string that begins so, not the symbols alone: patchelf passes over the others.
+    # All strings with the prefix: patchelf ignores those that are not symbols.
     names = set(re.findall(rb"\0scipy_(\w+)(?=\0)", wheel.library.read_bytes()))
     with TemporaryDirectory(prefix="part-", dir=copy.parent) as folder:
         renames, part = Path(folder, "names"), Path(folder, copy.name)
@@ -266,7 +266,7 @@ def _copy_renamed(wheel: _Wheel, copy: Path) -> None:
             raise OSError(f"patchelf fails: {error}") from error
         part.chmod(0o600)
         with part.open("rb") as file:
-            os.fsync(file.fileno())  # to load a file that a crash has cut short ends the process
+            os.fsync(file.fileno())  # loading a truncated file would crash the process
         part.replace(copy)
     _remove_old(copy)
 

@@ -109,7 +109,7 @@ def _watch_beside(pipe: int) -> None:
     os.setsid()
     if os.fork():
         os._exit(0)
-    for stream in (0, 1, 2):  # a reader of the command's output waits for nobody else
+    for stream in (0, 1, 2):  # readers of the command's output must not wait for the watcher
         os.close(stream)
     while _lives(watched):
         if select.select([pipe], [], [], LOOK_SECONDS)[0]:

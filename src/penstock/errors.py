@@ -1,4 +1,4 @@
-"""Exceptions of penstock, each with its HTTP status."""
+"""Exceptions raised by penstock, with their HTTP status codes."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class PoolFull(PenstockError, MemoryError):
 
 
 class QueueFull(PenstockError):
-    """More sequences are waiting for the batch than allowed."""
+    """The request does not fit in the queue of waiting sequences."""
 
     status = 429
 
     def __init__(self, waiting: int, added: int, max_queue: int) -> None:
         super().__init__(
-            f"the queue is full: {waiting} waiting, {added} more asked for, max_queue {max_queue}; "
+            f"the queue is full: {waiting} waiting, {added} more requested, max_queue {max_queue}; "
             f"try again later, or raise max_queue"
         )
         self.waiting = waiting
@@ -59,13 +59,13 @@ class QueueFull(PenstockError):
 
 
 class Displaced(QueueFull):
-    """A waiting request was displaced by a request of a client with fewer waiting."""
+    """A waiting request was removed from the queue for a client with fewer waiting requests."""
 
     def __init__(self, waiting: int, max_queue: int) -> None:
         super().__init__(waiting, 0, max_queue)
         self.args = (
             f"the queue is full (max_queue {max_queue}), and this request's client has the most in "
-            f"it ({waiting} waiting): it made way for another client; try again later",
+            f"it ({waiting} waiting): it was removed for another client; try again later",
         )
 
 
@@ -144,6 +144,11 @@ class NeverFits(PenstockError, ValueError):
         self.needed_bytes = needed_bytes
         self.room_bytes = room_bytes
         self.limit_bytes = limit_bytes
+
+    @property
+    def wanted_limit_bytes(self) -> int:
+        """Smallest memory limit within which the bytes would have fitted."""
+        return self.limit_bytes + self.needed_bytes - self.room_bytes
 
 
 class StepTooLarge(NeverFits):

@@ -1,6 +1,6 @@
-"""Plug-ins: optional parts found by entry points and not imported by name.
+"""Plug-ins: optional components, discovered through entry points.
 
-`pyproject.toml` lists those of this package. Another package may provide its own.
+`pyproject.toml` lists the plug-ins of this package; other packages may provide more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ GROUP = "penstock.plugins"
 
 @cache
 def extension(name: str) -> Any | None:
-    """Return the object of a plug-in's entry point; None if it is not installed."""
+    """Return the object that a plug-in's entry point names; None if it is not installed."""
     objects = (_loaded(entry) for entry in entry_points(group=GROUP, name=name))
     return next((loaded for loaded in objects if loaded is not None), None)
 
@@ -31,5 +31,5 @@ def _loaded(entry: EntryPoint) -> Any | None:
         return entry.load()
     except ModuleNotFoundError as error:
         if error.name is None or not entry.module.startswith(error.name):
-            raise  # it lacks another module; its own is gone otherwise
+            raise  # a dependency is missing, not the plug-in itself
     return None

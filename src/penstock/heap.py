@@ -1,4 +1,4 @@
-"""Memory that a process keeps on a Linux CPU: the C heap, and code that ran at start.
+"""Control of a process's memory on Linux: the C heap, and code used only at start.
 
 The heap is tuned so that memory freed by MLX is kept for new arrays.
 
@@ -9,7 +9,7 @@ by one. Each page is then zeroed again at its first use.
 A softmax in a dozen passes over 1 MiB spends more time there than in computing: 1.1 to 2.9 ms where
 0.44 are needed (MLX 0.32.4, glibc 2.36, one core). On a virtual machine a page costs 2.5 to 14 us.
 A join of nodes with 2,048 tokens, 34 MB of keys and values, took 53 ms in new memory, and 5 ms in
-used memory.
+reused memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _RETURNED_BYTES = 2**20
 """Size from which arrays are returned to the system while a model is loaded."""
 
 _kept_bytes = LEAST_KEPT_BYTES
-"""Bytes of the last call of `keep_freed_memory`."""
+"""Bytes set by the last call of `keep_freed_memory`."""
 
 
 def keep_freed_memory(most_bytes: int = LEAST_KEPT_BYTES) -> bool:
@@ -75,7 +75,7 @@ def without_keeping() -> Iterator[None]:
     mallopt(_MMAP_THRESHOLD, _RETURNED_BYTES)
     try:
         yield
-    finally:  # the first call has ended glibc's own adjustment, which reaches these values
+    finally:  # the first call turned off glibc's dynamic adjustment
         mallopt(_MMAP_THRESHOLD, _MMAP_BYTES)
         mallopt(_TRIM_THRESHOLD, _kept_bytes)
 
@@ -87,9 +87,9 @@ def give_back_freed_memory() -> bool:
 
 
 def give_back_code(library: str) -> int:
-    """Release the pages of a shared library that are equal to its file; return their bytes.
+    """Release the unmodified pages of a shared library; return their bytes.
 
-    For libraries that work at start alone. What is called again is read from the file again.
+    For libraries used only at start; pages that are used later are read from the file again.
 
     Args:
         library: part of the file's name.
@@ -105,7 +105,7 @@ def give_back_code(library: str) -> int:
 
 @cache
 def _unwritten(library: str) -> list[tuple[int, int]]:
-    """Return the start and bytes of a library's read-only mappings without a page of their own."""
+    """Return the start and size of a library's read-only mappings without modified pages."""
     ranges: list[tuple[int, int]] = []
     mapped = None
     for line in Path("/proc/self/smaps").read_text().splitlines():

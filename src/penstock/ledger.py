@@ -1,4 +1,4 @@
-"""The account of all bytes in use, by kind, and their limit, which is never exceeded.
+"""Account of all reserved bytes, by kind, within a limit that is never exceeded.
 
 `reserve` counts bytes before they are allocated, or raises. The ledger does not
 measure memory; `check` compares the account with a recount by the caller.
@@ -19,7 +19,7 @@ class Kind(Enum):
     WEIGHTS = "weights"
     NODES = "nodes"
     KEY_INDEX = "key_index"
-    """Index of the nodes' keys, by which tokens to attend to are selected."""
+    """Compact index of the nodes' keys, used to select the tokens to attend to."""
     TAILS = "tails"
     CHECKPOINTS = "checkpoints"
     BUFFERS = "buffers"
@@ -29,13 +29,13 @@ class Kind(Enum):
     FEATURES = "features"
     """Embeddings of inputs other than tokens, and the memory in which they are computed."""
     INDEX = "index"
-    """Bytes of the prefix tree itself: tokens, hashes, nodes."""
+    """Bookkeeping of the prefix tree: tokens, hashes, nodes."""
     DRAFT = "draft"
     """All of a draft model: its weights, buffers, keys and values."""
 
 
 class Reservation:
-    """Bytes counted in a ledger until released; a context manager that releases at its end."""
+    """Bytes counted in a ledger until released; a context manager that releases them on exit."""
 
     __slots__ = ("_ledger", "kind", "nbytes")
 
@@ -45,7 +45,7 @@ class Reservation:
         self.nbytes = nbytes
 
     def resize(self, nbytes: int) -> None:
-        """Change the reserved bytes; LedgerFull or NeverFits leaves them unchanged."""
+        """Change the number of reserved bytes; LedgerFull or NeverFits leaves it unchanged."""
         self._ledger._resize(self, nbytes)
 
     def pass_on(self, to: Reservation, nbytes: int) -> None:
@@ -81,23 +81,37 @@ class Ledger:
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = _count("limit_bytes", limit_bytes)
+        self._limit_bytes = _count("limit_bytes", limit_bytes)
         self._by_kind = dict.fromkeys(Kind, 0)
         self._used_bytes = 0
         self._held: set[Reservation] = set()
+
+    @property
+    def whole(self) -> Ledger:
+        """Ledger with the limit of the whole process; `self` unless several models share one."""
+        return self
+
+    @property
+    def limit_bytes(self) -> int:
+        return self._limit_bytes
 
     @property
     def used_bytes(self) -> int:
         return self._used_bytes
 
     @property
+    def crowded(self) -> bool:
+        """Whether other models hold bytes that they may release."""
+        return False
+
+    @property
     def free_bytes(self) -> int:
-        """Bytes free for reservations; never negative."""
+        """Bytes that can still be reserved; never negative."""
         return max(0, self.limit_bytes - self._used_bytes)
 
     @property
     def room_bytes(self) -> int:
-        """Bytes up to the limit; negative after `set_limit` lowered it."""
+        """Limit minus used bytes; negative if `set_limit` lowered the limit below them."""
         return self.limit_bytes - self._used_bytes
 
     def by_class(self) -> dict[Kind, int]:
@@ -120,8 +134,9 @@ class Ledger:
         return reservation
 
     def set_limit(self, limit_bytes: int) -> int:
-        self.limit_bytes = _count("limit_bytes", limit_bytes)
-        return max(0, self._used_bytes - self.limit_bytes)
+        """Change the limit; return the bytes by which it is exceeded now."""
+        self._limit_bytes = _count("limit_bytes", limit_bytes)
+        return max(0, -self.room_bytes)
 
     def check(self, recount: Mapping[Kind, int]) -> None:
         """Raise AssertionError unless the account equals `recount`, with 0 for missing kinds."""
@@ -187,7 +202,7 @@ class Ledger:
 
 
 class PartLedger(Ledger):
-    """A ledger within another ledger, which counts all of its bytes as one kind.
+    """Ledger whose bytes also count, all as one kind, in another ledger, which has the limit.
 
     >>> whole = Ledger(1_000)
     >>> part = PartLedger(whole, Kind.DRAFT)
@@ -215,6 +230,74 @@ class PartLedger(Ledger):
 
     def _check_room(self, reservation: Reservation, nbytes: int, added: int) -> None:
         self._whole._check_room(self._line, self._line.nbytes + added, added)
+
+
+class ModelLedger(Ledger):
+    """Ledger of one of several models; its bytes also count, by kind, in the shared ledger `whole`.
+
+    `limit_bytes` assumes that other models release all bytes that they can. Threads that share
+    `whole` take turns (`engine.turns`).
+
+    >>> whole = Ledger(1_000)
+    >>> small, large = ModelLedger(whole, 300), ModelLedger(whole, 0)
+    >>> small.reserve(Kind.WEIGHTS, 200).nbytes, whole.used_bytes  # out of the advance
+    (200, 300)
+    >>> nodes = large.reserve(Kind.NODES, 600)
+    >>> whole.by_class()[Kind.NODES], small.free_bytes, small.limit_bytes, small.crowded
+    (600, 200, 1000, True)
+
+    Args:
+        whole: the ledger that models share.
+        advance_bytes: bytes reserved immediately, from which this ledger's first reservations are
+            taken.
+    """
+
+    def __init__(self, whole: Ledger, advance_bytes: int) -> None:
+        super().__init__(whole.limit_bytes)
+        self._whole = whole
+        self._advance = whole.reserve(Kind.WEIGHTS, advance_bytes)
+        self._lines = {kind: whole.reserve(kind, 0) for kind in Kind}
+        self.beside_bytes = 0
+        """Bytes of `whole` that are never released: pinned models and prompts."""
+
+    @property
+    def whole(self) -> Ledger:
+        return self._whole
+
+    @property
+    def limit_bytes(self) -> int:
+        return max(0, min(self._limit_bytes, self._whole.limit_bytes - self.beside_bytes))
+
+    @property
+    def free_bytes(self) -> int:
+        return max(0, self.room_bytes)
+
+    @property
+    def room_bytes(self) -> int:
+        of_whole = self._whole.room_bytes + self._advance.nbytes
+        return min(of_whole, self.limit_bytes - self._used_bytes)
+
+    @property
+    def crowded(self) -> bool:
+        mine = self._used_bytes + self._advance.nbytes
+        return self._whole.used_bytes - mine > self.beside_bytes
+
+    def end_advance(self) -> None:
+        """Release what is left of the advance."""
+        self._advance.resize(0)
+
+    def close(self) -> None:
+        """Release all bytes; the ledger cannot be used afterwards."""
+        for reservation in list(self._held):
+            reservation.release()
+        for line in (self._advance, *self._lines.values()):
+            line.release()
+
+    def _add(self, reservation: Reservation, nbytes: int) -> None:
+        super()._add(reservation, nbytes)
+        advanced = min(self._advance.nbytes, max(0, nbytes))
+        self._whole._pass_on(self._advance, self._lines[reservation.kind], advanced)
+        self._whole._add(self._lines[reservation.kind], nbytes - advanced)
 
 
 def _count(name: str, value: int) -> int:

@@ -12,10 +12,10 @@ ENOUGH = (65_536, 10_240)
 
 @contextmanager
 def unchanged_limit() -> Iterator[None]:
-    """Prevent a library from changing the limit on open files while it is imported; then raise it.
+    """Block changes of the limit on open files in a `with` block, then raise it to the maximum.
 
-    mlx-lm sets it to 2,048 of at most 4,096. Under a hard limit below that its import fails, and a
-    higher one would be lost for good.
+    When imported, mlx-lm sets the soft limit to 2,048 and the hard limit to 4,096. That raises
+    under a lower hard limit, and a higher one could not be restored.
     """
     theirs = resource.setrlimit
 
@@ -40,7 +40,7 @@ def raise_limit() -> int:
             continue
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (candidate, hard))
-        except (ValueError, OSError):  # more than the system takes
+        except (ValueError, OSError):  # more than the system accepts
             continue
         break
     return limit()

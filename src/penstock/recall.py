@@ -1,7 +1,7 @@
 """The embedded model, a small llama that remembers facts and answers questions about them.
 
-"The code of the amber falcon is 4821." is a fact of its language; `penstock_bench.recall` makes
-seeded dialogues of any length in it.
+"The code of the amber falcon is 4821." is a fact in its language; `penstock_bench.recall` generates
+seeded dialogues of any length.
 """
 
 from pathlib import Path

@@ -2,16 +2,17 @@
 
     replica's tree --Summary--> Router.update      the blocks it holds, every few seconds
     prompt's keys  --Router.choose--> Routed       the chosen replica
-                   --Router.sent-->                blocks sent there will soon be held there
+                   --Router.sent-->                blocks that it will soon have
 
-`penstock bench cluster` and `penstock serve --ray` use this same router, so the simulation runs the
-real code.
+`penstock bench cluster` and `penstock serve --ray` use this router, so the simulation runs the
+production code.
 
-A summary is the first 32 bits of the key of every block that a replica holds: 4 bytes a block. A
-replica with n blocks seems to hold a missing block with a probability of n / 2^32. That is 2 in a
-million at 10,000 blocks, 2 in 10,000 at a million. A Bloom filter of 10 bits a block is wrong in 1
-of 100 and cannot forget an evicted block; this one can be sent by its changes. A false block costs
-one prompt a worse place, and never a wrong answer: the replica looks up whole keys.
+A summary has the first 32 bits of the hash of every block that a replica has: 4 bytes per block. A
+replica with n blocks seems to have a missing block with a probability of n / 2^32. That is 2 in a
+million at 10,000 blocks, 2 in 10,000 at a million. A Bloom filter of 10 bits per block is wrong in
+1 of 100 lookups and cannot forget evicted blocks; changes of this summary can be sent. A false
+positive routes one prompt to a worse replica, but never gives a wrong answer: replicas look up full
+hashes.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ POLICIES: tuple[RoutingPolicy, ...] = get_args(RoutingPolicy)
 SHORT_BYTES = 4
 """Bytes of a block hash in a summary."""
 HASH_BLOCKS = 2
-"""Number of first blocks hashed for a prompt without a cache key."""
+"""Number of leading blocks that identify a prompt without a cache key."""
 RECENT = 256
 """Number of recent prompts whose blocks the router remembers."""
 COMMON = 16
-"""Number of recent prompts from which a common block costs 1, as several replicas need it."""
+"""Number of recent prompts with a block from which it is common, and costs only 1 to recompute."""
 MOST_ASKED = 16
-"""Maximum number of equal replicas compared by load; from more, two are drawn."""
+"""Maximum number of equal replicas compared by load; of more, two random ones are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The blocks that a replica holds, as the first 32 bits of their keys.
+    """Blocks that a replica has cached, as the first 32 bits of their hashes.
 
     >>> known = Summary.of([b"abcd and 12 bytes", b"efgh and 12 bytes"])
     >>> known.nbytes, Summary.from_bytes(known.to_bytes()) == known
@@ -76,7 +77,7 @@ class Summary:
 
 
 def short(key: bytes) -> int:
-    """Return a block's name in a summary: the first 32 bits of its key."""
+    """Return the first 32 bits of a block hash, which represent the block in summaries."""
     return int.from_bytes(key[:SHORT_BYTES], "little")
 
 
@@ -87,7 +88,7 @@ class RoutedPrompt:
     """The client's `prompt_cache_key`; None without one."""
 
     def identity(self, blocks: int = HASH_BLOCKS) -> bytes:
-        """Return the bytes to hash: the cache key, the prompt's first blocks, or none."""
+        """Return the bytes to hash: the cache key, or the hash of the prompt's leading blocks."""
         if self.cache_key is not None:
             return self.cache_key.encode()
         return (
@@ -108,9 +109,9 @@ class _ReplicaState:
     seed: int
     reported: set[int] = field(default_factory=set)
     sent: set[int] = field(default_factory=set)
-    """Other blocks, of prompts sent to the replica since its last report."""
+    """Blocks of prompts sent to the replica since its last report, except reported ones."""
     sent_before: set[int] = field(default_factory=set)
-    """Content of `sent` at its last report."""
+    """Content of `sent` at the last report."""
 
     def holds(self, block: int) -> bool:
         return block in self.reported or block in self.sent or block in self.sent_before
@@ -121,24 +122,23 @@ class _ReplicaState:
 
 
 class Router:
-    """Router that chooses a replica for each prompt. Not thread-safe.
+    """Chooses a replica for each prompt. Not thread-safe.
 
     - `round-robin`: replicas in turn.
     - `hash`: the same replica for the same cache key, or the same first blocks (rendezvous
       hashing). When a replica leaves, its prompts are spread over the others, and no other prompts
       move.
     - `prefix`: a replica that holds the longest prefix; among equals, as with `hash`.
-    - `prefix+load`: the replica with the least work: its waiting blocks, plus the blocks of
-      this prompt that it would have to compute. Such a block counts `worth` unless many prompts
-      have it. So a conversation stays on its replica unless that is overloaded, and a common
-      system prompt spreads to those that need it. Among many replicas with the same number
-      of cached blocks, two are drawn, and the one with less work is chosen (the power of two
-      choices).
+    - `prefix+load`: the replica with the least work: its waiting blocks, plus the blocks of this
+      prompt that it would have to compute. Such a block counts `worth`, or 1 if many prompts have
+      it. So a conversation stays on its replica unless that is overloaded, and a common system
+      prompt spreads to more replicas. Among many replicas with the same number of cached blocks,
+      two are drawn at random, and the one with less work is chosen (the power of two choices).
 
     Args:
         policy: one of `POLICIES`.
         seed: random seed.
-        hash_blocks: number of first blocks hashed for a prompt without a cache key.
+        hash_blocks: number of leading blocks that identify a prompt without a cache key.
         worth: cost of recomputing a block of one conversation, in waiting blocks.
 
     >>> router = Router("prefix+load")
@@ -172,9 +172,9 @@ class Router:
         self._worth = worth
         self._places: dict[str, _ReplicaState] = {}
         self._names: list[str] = []  # by bit; "" where one has left
-        self._index: dict[int, int] = {}  # short key -> mask of the replicas that hold it
+        self._index: dict[int, int] = {}  # short hash -> mask of the replicas that have it
         self._recent: deque[list[int]] = deque()
-        self._uses: dict[int, int] = {}  # short key -> how many of the recent prompts have it
+        self._uses: dict[int, int] = {}  # short hash -> number of recent prompts with it
         self._turn = 0
         self._recount()
 
@@ -191,7 +191,7 @@ class Router:
         )
 
     def known(self, block_hashes: Sequence[bytes]) -> dict[str, int]:
-        """Return how many first blocks each replica seems to hold, omitting replicas with none."""
+        """Return the number of leading blocks that each replica seems to have; omits zeros."""
         lengths: dict[str, int] = {}
         for blocks, mask in self._levels(block_hashes):
             for name in self._named(mask):
@@ -206,9 +206,9 @@ class Router:
         return [*accumulate(reversed(block_prices), initial=0.0)][::-1]
 
     def choose(self, prompt: RoutedPrompt, loads: Mapping[str, float]) -> Routed:
-        """Choose a replica, given the waiting blocks of each in `loads`; LookupError if none.
+        """Choose a replica, given the waiting blocks of each in `loads`.
 
-        Advances the turn of `round-robin` and the random state, but does not change the summaries.
+        Raises LookupError if no replica has joined. Advances `round-robin` and the random state.
         """
         if not self._places:
             raise LookupError("no replica has joined")
@@ -248,7 +248,7 @@ class Router:
         self._recount()
 
     def update(self, replica: str, summary: Summary) -> None:
-        """Replace the blocks of a replica by those in a summary; KeyError if it has not joined."""
+        """Replace the blocks of a replica by a summary's; raises KeyError if it has not joined."""
         place = self._places[replica]
         self.change(replica, summary.blocks - place.reported, place.reported - summary.blocks)
 
@@ -266,7 +266,7 @@ class Router:
         place = self._places[replica]
         blocks = [short(key) for key in block_hashes]
         self._use(blocks)
-        new = set(blocks) - place.reported  # what it holds it will say when it gives it up
+        new = set(blocks) - place.reported  # the replica will report the eviction of these
         for block in new:
             self._mark(block, place.bit, present=True)
         place.sent |= new
@@ -305,7 +305,7 @@ class Router:
         self._seeds = np.array([place.seed for place in self._places.values()], np.uint64)
 
     def _levels(self, block_hashes: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Return pairs of a number of first blocks and a mask of replicas, most blocks first."""
+        """Return pairs of a number of leading blocks and a mask of replicas, most blocks first."""
         levels: list[tuple[int, int]] = []
         mask = (1 << len(self._names)) - 1
         for blocks, key in enumerate(block_hashes):
@@ -363,7 +363,7 @@ class Router:
         for blocks, mask in levels:
             missing = prices[blocks]
             if best is not None and missing >= best[0]:
-                break  # a replica that knows less cannot be sooner, even when idle
+                break  # replicas with fewer cached blocks cannot be faster, even if idle
             name = min(self._some(mask), key=lambda name: self._busy(name, loads))
             cost = loads.get(name, 0.0) + missing
             if best is None or cost < best[0]:

@@ -20,7 +20,7 @@ def user_cache() -> Path:
 
 
 def is_private(folder: Path) -> bool:
-    """Return whether no other user can write to a folder from which code is loaded."""
+    """Return whether a folder belongs to this user and no other user can write to it."""
     try:
         status = folder.lstat()
     except OSError:
@@ -30,9 +30,9 @@ def is_private(folder: Path) -> bool:
 
 
 def write_private(file: Path, content: bytes) -> None:
-    """Write a file atomically that its owner alone can read; without a private folder, do nothing.
+    """Atomically write a file readable only by its owner; do nothing unless the folder is private.
 
-    Threads and processes may write the same file: one of their contents stays.
+    Threads and processes may write the same file concurrently; one of the contents remains.
     """
     folder = file.parent
     with suppress(OSError):

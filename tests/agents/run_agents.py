@@ -1,4 +1,4 @@
-"""Run coding agents through ten turns and a subagent's, and print what of them was cached.
+"""Run coding agents for ten turns and a subagent task, and print the cached share of each.
 
     PYTHONPATH=tests/support python tests/agents/run_agents.py FOLDER [PROGRAM...]
                                                                (make test-agents)
@@ -75,7 +75,7 @@ Record = Mapping[str, Any]
 
 
 def main() -> int:
-    """Install, enter the namespace, run; the exit code says whether everything came out right."""
+    """Install the agents, enter the namespace and run; the exit code is 0 if all passed."""
     for needed in ("node", "npm", "unshare", "ip"):
         if shutil.which(needed) is None:
             print(f"there is no {needed}; install Node with npm, util-linux and iproute2")
@@ -129,7 +129,7 @@ class Run:
         self._largest = 0
 
     def all(self) -> list[str]:
-        """Run the turns and print a line of each; return what is wrong."""
+        """Run all turns, print one line per turn, and return the failures."""
         wrong: list[str] = []
         with tempfile.TemporaryDirectory() as name:
             home, model = Path(name) / "home", Path(name) / "scripted"
@@ -153,7 +153,7 @@ class Run:
         return [f"{self.name}: {line}" for line in wrong]
 
     def _formatted(self, family: str, home: Path, model: Path) -> Iterator[str]:
-        """Run the turns in which the model writes another format of calls."""
+        """Run the turns in which the model writes calls in another format."""
         script = format_script(self.agent.tools, home / "work", family, written_call)
         write_model(model, script, family=family)
         with _server(model):
@@ -253,7 +253,7 @@ class Run:
             time.sleep(0.1)
 
     def _new(self, *, all_of: bool = False) -> list[Record]:
-        """Return what the server says of the requests since the last turn."""
+        """Return the server's records of requests since the last turn."""
         until = time.monotonic() + 10
         while any(one["finish"] is None for one in _records()) and time.monotonic() < until:
             time.sleep(0.1)
@@ -282,7 +282,7 @@ class Run:
 
 
 def _end(process: subprocess.Popen[str]) -> str:
-    """Return what a program has said when it has ended."""
+    """Return the output of a program after it ended."""
     try:
         return process.communicate(timeout=TURN_SECONDS)[0]
     except subprocess.TimeoutExpired:
@@ -291,13 +291,13 @@ def _end(process: subprocess.Popen[str]) -> str:
 
 
 def _words(said: str) -> str:
-    """Return what a program has said, without its notes of the form `[program:kind] ...`."""
+    """Return the output of a program without its `[program:kind] ...` notes."""
     notes = ("[claude-code:",)
     return "".join(line for line in said.splitlines() if not line.startswith(notes)).strip()
 
 
 def _pages(characters: int) -> str:
-    """Return so much text of our own pages, in short lines."""
+    """Return text of our own pages of the requested length, in short lines."""
     text = "".join(page.read_text() for page in sorted(PAGES.glob("*.md")))
     words = " ".join(text.split())[:characters]
     return "\n".join(textwrap.wrap(words, LINE)) + "\n"
@@ -328,7 +328,7 @@ def _wait(server: subprocess.Popen[bytes]) -> None:
 
 
 def _records() -> list[Record]:
-    """Return the server's last requests, in the order in which they came."""
+    """Return the server's last requests in order of arrival."""
     with httpx.stream("GET", f"{URL}/v1/live") as events:
         for line in events.iter_lines():
             if line.startswith("data: "):
@@ -338,7 +338,7 @@ def _records() -> list[Record]:
 
 
 def _computed_tokens() -> int:
-    """Return how many tokens of prompts the engine has computed, by its own counter."""
+    """Return the number of prompt tokens that the engine has computed."""
     for line in httpx.get(f"{URL}/metrics").text.splitlines():
         if line.startswith("penstock_prefilled_tokens_total "):
             return int(float(line.split()[1]))

@@ -1,4 +1,4 @@
-"""Turns of a coding agent: what is asked, what the scripted model answers, what it leaves.
+"""Turns of a coding agent: the prompt, the scripted answers, and the files expected afterwards.
 
 Every program has tools of its own; the answers call them by their names.
 """
@@ -22,7 +22,7 @@ TEXT = "The code is {}.\n"
 
 @dataclass(frozen=True)
 class Turn:
-    """What is asked, and the files that there are afterwards."""
+    """A prompt, and the files that exist afterwards."""
 
     name: str
     prompt: str
@@ -63,7 +63,7 @@ Call = tuple[str, Mapping[str, Any]]
 
 
 def use(name: str, **arguments: Any) -> Call:
-    """Return a call of a tool."""
+    """Return a tool call."""
     return name, arguments
 
 
@@ -85,7 +85,7 @@ class Tools:
 
 @dataclass(frozen=True)
 class Compaction:
-    """Way in which a program is brought to compact its conversation."""
+    """How a program is made to compact its conversation."""
 
     arguments: Sequence[str] = ()
     """Arguments in front of the turn's own."""
@@ -191,7 +191,7 @@ INDENTED = "    return x  \t "
 
 
 def marked(family: str) -> str:
-    """Return a text with the marks of a format, blanks and line ends of both kinds."""
+    """Return a text with the markers of a format, blanks, and both kinds of line ends."""
     calls = CALL_FORMATS[family]
     shape = calls.shape
     assert shape is not None
@@ -202,7 +202,7 @@ def marked(family: str) -> str:
 
 
 def format_turns(family: str) -> tuple[Turn, ...]:
-    """Return turns that write and edit files whose texts hold the marks of a format."""
+    """Return turns that write and edit files whose texts contain the markers of a format."""
     text = marked(family)
     edited = f"{TEXT.format(family)}{_edit_of(family)}\nlast\n"
     return (
@@ -213,7 +213,7 @@ def format_turns(family: str) -> tuple[Turn, ...]:
 
 
 def _edit_of(family: str) -> str:
-    """Return a line that begins with blanks and ends with them, with marks between."""
+    """Return a line with leading and trailing blanks, and markers between."""
     return f"    {marked(family).split(chr(13))[0]} {INDENTED}"
 
 
@@ -251,7 +251,7 @@ def format_script(tools: Tools, work: Path, family: str, write: Callable[..., st
 
 
 def script_of(tools: Tools, work: Path) -> Script:
-    """Return the answers of every turn, the last of which is said to the user."""
+    """Return the answers of every turn; the last answer of a turn is for the user."""
     notes, copy, count, long = (str(work / name) for name in (NOTES, COPY, COUNT, LONG))
     delegated = f"Greet the user. (task {SUBAGENT})"
     script: dict[int, list[str | Call]] = {

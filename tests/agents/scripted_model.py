@@ -1,4 +1,4 @@
-"""A model that follows a script: one answer for every place of a conversation.
+"""A model that follows a script: one answer for each position in a conversation.
 
 A place is a task and a step of it. The chat template writes it as a mark behind every message, from
 the words `(task N)` of the user's last message and the answers since. One attention head carries
@@ -131,7 +131,7 @@ def write_model(
 
 
 def _answers(script: Script, aside: str) -> dict[str, str]:
-    """Return the answer of every mark, in the order in which marks follow one another."""
+    """Return the answers by marker, in order of the markers."""
     places = {ASIDE: aside, "<|place 0.0|>": "Ready."}
     for task, answers in sorted(script.items()):
         spare = [f"Task {task} is over."] * SPARE_STEPS
@@ -142,7 +142,7 @@ def _answers(script: Script, aside: str) -> dict[str, str]:
 
 @cache
 def _byte_pairs() -> str:
-    """Return a byte-pair encoding learned from our own pages, so that prompts are of usual size."""
+    """Return a byte-pair encoding trained on our own pages, for prompts of realistic length."""
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
@@ -184,7 +184,7 @@ class Words:
         return pieces[0]
 
     def _pieces(self, text: str) -> list[str]:
-        """Cut a text into pieces that no other answer has."""
+        """Split a text into pieces that no other answer contains."""
         pieces: list[str] = []
         piece = ""
         for letter in text:

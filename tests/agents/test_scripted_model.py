@@ -28,7 +28,7 @@ def scripted(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[
 
 
 def ask(scripted: Any, messages: list[dict[str, Any]], tools: Any = TOOLS) -> tuple[str, float]:
-    """Return the answer to a conversation, and the share of the prompt that was cached."""
+    """Return the answer to a conversation, and the cached share of its prompt."""
     engine, tokenizer, _ = scripted
     prompt = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True)
     (answer,) = engine.submit(Request(prompt=tuple(prompt), max_tokens=200)).result()
@@ -100,7 +100,9 @@ def test_script_tool_calls_match_rendered_history(family: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("program", "family"), FORMATS)
-def test_script_of_format_contains_its_markers(program: str, family: str, tmp_path: Path) -> None:
+def test_script_contains_call_markers_of_its_format(
+    program: str, family: str, tmp_path: Path
+) -> None:
     """Texts have trailing blanks, both kinds of line ends, and `null`."""
     script = format_script(AGENTS[program].tools, Path("/work"), family, written_call)
     write_model(tmp_path, script, family=family)

@@ -52,7 +52,7 @@ def segment(tokens: int, seed: int, dtype: mx.Dtype) -> Segment:
 def decode(
     rows: list[DecodeRow], tails: Tails, attention_window: AttentionWindow, dtype: mx.Dtype
 ) -> mx.array:
-    """Let rows, in the order of `in_order`, attend once with random queries; (b, 2, 1, WIDTH)."""
+    """Attend once with random queries, rows in the order of `in_order`; (b, 2, 1, WIDTH)."""
     ordered = [rows[i] for i in in_order(rows)]
     (reads,) = decode_reads(DecodeStep.of(devices.current(), ordered, tails), [attention_window])
     new = normal(len(rows), 1, 1, WIDTH, seed=9, dtype=dtype)
@@ -66,7 +66,7 @@ def all_finite(x: mx.array) -> bool:
 
 
 @dtypes
-def test_window_past_shared_segment(dtype: mx.Dtype) -> None:
+def test_decode_is_finite_when_window_has_left_shared_span(dtype: mx.Dtype) -> None:
     """One row's window has left the shared span; the other row still reads it."""
     shared = KVSpan(segment(16, 1, dtype), 0, 16)
     own = KVSpan(segment(32, 3, dtype), 16, 32)
@@ -78,7 +78,7 @@ def test_window_past_shared_segment(dtype: mx.Dtype) -> None:
 
 @dtypes
 @pytest.mark.parametrize(("columns", "value"), [(70_000, 1.0), (8_192, 10.0)])
-def test_many_columns_of_equal_score_do_not_overflow(
+def test_sum_over_many_equal_scores_does_not_overflow(
     dtype: mx.Dtype, columns: int, value: float
 ) -> None:
     """Sums over the columns exceed float16's 65,504; the result does not."""
@@ -117,7 +117,9 @@ def test_stale_slot_contents_are_ignored(stale: float) -> None:
 @pytest.mark.parametrize(
     ("slots", "neighbors"), [((0, 1), True), ((1, 2), True), ((1, 0), False), ((0, 2), False)]
 )
-def test_ascending_slots_are_read_as_one_slice(slots: tuple[int, int], neighbors: bool) -> None:
+def test_only_adjacent_ascending_slots_are_read_as_slice(
+    slots: tuple[int, int], neighbors: bool
+) -> None:
     """Read as one slice, descending slots would be the wrong ones."""
     tails = Tails(3, 4, [LayerShape(1, WIDTH, WIDTH, mx.float32)])
     rows = [DecodeRow((), 2, slot, 2) for slot in slots]
@@ -130,7 +132,7 @@ attention_windows = st.builds(AttentionWindow, st.none() | st.integers(1, 12), s
 
 
 @given(attention_windows, st.integers(0, 30))
-def test_window_predicates_match_mask(attention_window: AttentionWindow, position: int) -> None:
+def test_window_methods_match_mask(attention_window: AttentionWindow, position: int) -> None:
     columns = range(position + 3)
     (mask,) = attention_window.mask(mx.array([position]), mx.arange(len(columns))).tolist()
     assert mask == [reference.sees(attention_window, position, column) for column in columns]
@@ -163,7 +165,7 @@ either_way = pytest.mark.parametrize(
 
 
 def exponents() -> mx.array:
-    """Return many, evenly spread, and on both sides of where the rounding turns."""
+    """Return evenly spread exponents, with values on both sides of the rounding points."""
     turns = np.arange(-252, 1, dtype=np.float32) / 2
     near = [np.nextafter(turns, np.float32(side)) for side in (-200, 0)]
     spread = np.linspace(-126, 0, 2**17, dtype=np.float32)
@@ -190,7 +192,7 @@ def test_exp2_error_check_detects_wrong_coefficient(
 
 
 @either_way
-def test_exp2_at_range_ends(device: AttentionBackend) -> None:
+def test_exp2_handles_range_limits_and_nan(device: AttentionBackend) -> None:
     x = mx.array([0.0, -0.0, -1.0, -125.0, -126.0])
     assert device.exp2(x).tolist() == [1.0, 1.0, 0.5, 2.0**-125, 2.0**-126]
     hidden = device.exp2(
@@ -274,7 +276,7 @@ def test_merged_spans_match_reference(
 
 @pytest.mark.parametrize("columns", [1, 63, 64, 1_000, 1_024, 1_088, 4_096])
 @pytest.mark.parametrize("shape", [(3,), (2, 2, 3)], ids=str)
-def test_softmax_weights_of_many_columns(columns: int, shape: tuple[int, ...]) -> None:
+def test_softmax_weights_of_long_rows_match_numpy(columns: int, shape: tuple[int, ...]) -> None:
     """The largest score is in the first, a middle, or the last column."""
     scores = numbers(normal(*shape, columns, seed=1))
     for row, at in enumerate((0, columns // 2, columns - 1)):
@@ -298,7 +300,7 @@ def test_nan_scores_propagate(columns: int) -> None:
     assert mx.all(weights[1] == 1)
 
 
-def test_distant_scores_neither_overflow_nor_vanish() -> None:
+def test_widely_spread_scores_neither_overflow_nor_vanish() -> None:
     """One span's scores are 2^10 above the other's, so it alone counts."""
     low, high = (mx.full((1, 3, 1), value) for value in (-1e3, 24.0))
     query = mx.ones((1, 1, 1))
@@ -331,7 +333,7 @@ def test_chunk_matches_reference(
 @dtypes
 @sinks_or_not
 @pytest.mark.parametrize("scores_at_once", [1, 2**20], ids=str)
-def test_chunk_behind_gap_matches_reference(
+def test_chunk_after_gap_matches_reference(
     dtype: mx.Dtype, with_sinks: bool, scores_at_once: int
 ) -> None:
     """Kept tokens followed by the window: column positions are passed explicitly."""
@@ -348,7 +350,7 @@ def check_chunk(
     start: int,
     device: AttentionBackend = CPU,
 ) -> None:
-    """Let queries at `start` and behind read the columns at these positions."""
+    """Attend with queries from `start` on to the columns at these positions."""
     n, m = columns[-1] + 1 - start, len(columns)
     queries = normal(1, HEADS, n, WIDTH, seed=1, dtype=dtype)
     keys = normal(1, KV_HEADS, m, WIDTH, seed=2, dtype=dtype)
@@ -402,7 +404,7 @@ def test_check_detects_unmerged_maxima() -> None:
 
 
 @pytest.mark.parametrize("columns", [1, 64, 1023, 1024, 1040, 1088, 2080, 4160])
-def test_largest_score_is_found_at_any_column(columns: int) -> None:
+def test_maximum_score_is_exact_at_any_column(columns: int) -> None:
     """From 1,024 columns on, the maximum is taken over rows of 64 columns."""
     scores = normal(2, 3, columns, seed=columns)
     for at in {0, columns // 2, columns - 1}:

@@ -54,7 +54,7 @@ def segment(tokens: int, seed: int, scheme: str | None = None) -> Segment:
 
 
 def on_both(compute: Callable[[], mx.array]) -> tuple[mx.array, mx.array]:
-    """Return what is computed by each back end, evaluated, the CPU's first."""
+    """Return the evaluated result on both back ends, the CPU's first."""
     found = []
     for device in (CPU, GPU):
         with devices.using(device):
@@ -79,7 +79,7 @@ def chunk(
     with_sinks: bool = False,
     eager: bool = False,
 ) -> mx.array:
-    """Let a chunk of n queries, the last of the columns, attend."""
+    """Attend with a chunk of n queries at the end of the columns."""
     queries, keys, values = chunk_sides(columns, n)
     return device.prefill(
         queries,
@@ -158,7 +158,7 @@ def test_check_detects_extra_column() -> None:
 
 
 def rows_and_tails(scheme: str | None) -> tuple[list[DecodeRow], Tails]:
-    """Return three rows: two share a run and one of them reads more of it, and have tails."""
+    """Return three rows with tails; two share a segment, of which one reads more."""
     shared, own, other = segment(192, 1, scheme), segment(128, 2, scheme), segment(64, 3)
     parts = (
         (KVSpan(shared, 0, 192), KVSpan(own, 192, 128)),
@@ -188,7 +188,7 @@ def decode(
 
 
 def decode_error() -> float:
-    """Return by how much steps may differ: of so many numbers, all are below 5."""
+    """Return the allowed difference of decode steps."""
     queries, sides = normal(3, HEADS, DIM, seed=12), mx.full((HEADS, 322, DIM), 1.0)
     return 5 * attention_error(queries.swapaxes(0, 1), sides, sides, SCALE)
 
@@ -208,7 +208,7 @@ def test_decode_attention_agrees_across_devices(
 
 @windows
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
-def test_chunks_behind_segments_agree_across_devices(
+def test_chunks_after_segments_agree_across_devices(
     attention_window: AttentionWindow, scheme: str | None
 ) -> None:
     rows, _ = rows_and_tails(scheme)
@@ -237,7 +237,7 @@ def test_gpu_chunk_stays_lazy() -> None:
     assert [nbytes >= least for nbytes in taken.values()] == [True, False]
 
 
-def test_gpu_has_no_lanes() -> None:
+def test_gpu_lanes_use_default_stream() -> None:
     stream = devices.default_stream()
     for number in (None, 0, 1):
         with GPU.lane(number):
@@ -418,7 +418,7 @@ MAY_REPORT = {"cli/doctor.py", "report.py"}
 
 
 def asked(source: str) -> Iterator[str]:
-    """Yield the names by which a module asks MLX for its device."""
+    """Yield the names by which a module queries MLX for its device."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
             if ast.unparse(node.value) in ("mx", "mlx.core", "core") and node.attr in ASKS:

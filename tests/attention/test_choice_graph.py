@@ -1,4 +1,4 @@
-"""A decode step with a choice is one graph: nothing of it is evaluated, and it stays small."""
+"""A decode step with block selection is one lazy graph with few operations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROMPTS = [tuple(1 + (7 * n * n + seed) % 500 for n in range(tokens)) for seed, 
 
 
 def compiles() -> bool:
-    """Return whether MLX traces functions here, which it does to compile them."""
+    """Return whether MLX compiles functions on this machine."""
     calls = []
     function = mx.compile(lambda x: calls.append(x) or x + 1)
     for _ in range(2):
@@ -48,7 +48,7 @@ needs_traces = pytest.mark.skipif(
 
 
 class _Traced(Exception):
-    """Ends a trace before MLX compiles it."""
+    """Raised to end a trace before MLX compiles it."""
 
 
 class TracedModel:
@@ -108,7 +108,7 @@ CODES = {
 
 @needs_traces
 @pytest.mark.parametrize("more", [{}, {"attend_rest": True}, CODES, {"block_size": 24}])
-def test_nothing_is_evaluated_inside_step(more: dict[str, Any]) -> None:
+def test_arrays_are_not_evaluated_during_step(more: dict[str, Any]) -> None:
     with running(GPUBackend(), **more) as core:
         expected = answers(core)
     with running(GPUBackend(), **more) as core:
@@ -120,7 +120,7 @@ def test_nothing_is_evaluated_inside_step(more: dict[str, Any]) -> None:
 
 @needs_traces
 @pytest.mark.parametrize("reads", [np.asarray, mx.eval, mx.array.tolist])
-def test_trace_detects_reads_on_host(reads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_host_reads(reads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a choice that is looked at."""
     choice = block_choice.best_blocks
 
@@ -135,7 +135,7 @@ def test_trace_detects_reads_on_host(reads: Any, monkeypatch: pytest.MonkeyPatch
 
 
 @needs_traces
-def test_trace_detects_compiled_loops() -> None:
+def test_check_detects_compiled_loops() -> None:
     """Negative control: a CPU begins to compute in each layer, and its loops wait for queries."""
     pytest.importorskip("numba")
     with running(CPUBackend()) as core:
@@ -153,7 +153,7 @@ def check_trace_fails(core: Core) -> None:
     core.runner.model = plain
 
 
-def test_step_has_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_per_layer_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = layer_operations()
     assert counts.met
     more = 0 if compiles() else 2

@@ -43,7 +43,7 @@ def segment(tokens: int, seed: int) -> Segment:
 
 
 def parsed(name: str) -> Scheme:
-    """Return a scheme, or one with other scales for every channel of every head."""
+    """Return a codec scheme, or one with different scales per head and channel."""
     scheme = parse_scheme(name.removesuffix(SCALED))
     if not name.endswith(SCALED):
         return scheme
@@ -59,7 +59,7 @@ def dequantized(found: Segment) -> Segment:
 
 
 def tree(scheme: str) -> list[Segment]:
-    """Return a raw run, one in the scheme, and one in another codec."""
+    """Return a raw segment, one in the scheme, and one in another codec."""
     runs = [segment(64, 1), segment(128, 2), segment(192, 3)]
     return [
         runs[0],
@@ -69,7 +69,7 @@ def tree(scheme: str) -> list[Segment]:
 
 
 def rows(runs: list[Segment]) -> list[DecodeRow]:
-    """Return three rows: the second shares two runs with the first, the third the first one."""
+    """Return three rows: the second shares two segments with the first, the third one."""
     starts = [0, 64, 192]
     parts = [KVSpan(run, start, run.tokens) for run, start in zip(runs, starts, strict=True)]
     cut = KVSpan(runs[1], 64, 100)
@@ -148,7 +148,7 @@ def test_joined_kv_is_dequantized(scheme: str) -> None:
         assert mx.array_equal(found, wanted)
 
 
-def test_check_detects_other_codec() -> None:
+def test_check_detects_wrong_codec() -> None:
     """Negative control: codes of another codec."""
     coded, other = tree("turbo3"), tree("turbo4")
     assert (
@@ -170,7 +170,9 @@ def test_check_detects_missing_key_scales() -> None:
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("scheme", ["kivi4", "turbo4", "turbo4, scaled"])
-def test_half_precision_segments_mixed_with_codes(scheme: str, dtype: mx.Dtype) -> None:
+def test_half_precision_and_quantized_segments_are_attended_together(
+    scheme: str, dtype: mx.Dtype
+) -> None:
     """Raw spans are multiplied in their own dtype, coded ones in float32."""
 
     def attended(runs: list[Segment], kind: mx.Dtype) -> mx.array:
@@ -215,7 +217,7 @@ def test_coded_segments_split_join_and_count_bytes(scheme: str) -> None:
     )
 
 
-def test_only_segments_of_equal_form_join() -> None:
+def test_only_segments_of_same_encoding_join() -> None:
     raw, four = segment(64, 1), segment(64, 2).encoded(parse_scheme("4"), devices.current())
     other = segment(64, 3).encoded(parse_scheme("4"), devices.current())
     assert raw.joins(segment(64, 4))
@@ -224,7 +226,7 @@ def test_only_segments_of_equal_form_join() -> None:
     assert not four.joins(segment(64, 5).encoded(parse_scheme("4g32"), devices.current()))
 
 
-def test_skipped_layers_and_existing_codes_are_kept() -> None:
+def test_encoding_keeps_skipped_layers_and_existing_codes() -> None:
     raw = Segment(segment(64, 1).layers + segment(64, 2).layers)
     found = raw.encoded(parse_scheme("turbo4"), devices.current(), raw_layers={1})
     assert isinstance(found.layers[0][0], Coded)

@@ -1,4 +1,4 @@
-"""Key centers: detected, subtracted, and an index without them has less noise."""
+"""Key centers: measured and subtracted, which makes the index more accurate."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_rotation_of_unsupported_rope_is_none() -> None:
         ("gpt2", [False, False, False, False]),
     ],
 )
-def test_rotations_are_found_per_layer(family: str, turning: list[bool]) -> None:
+def test_rotation_is_detected_per_layer(family: str, turning: list[bool]) -> None:
     model = build(family)
     dims = [cache.keys.shape[-1] for cache in filled_caches(model)]
     assert [bool(one.angles.any()) for one in rotations(model, dims)] == turning
@@ -88,7 +88,7 @@ def filled_caches(model: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", [*ropes(), "none"])
-def test_key_centers_are_found_and_subtracted(name: str) -> None:
+def test_key_centers_are_measured_and_subtracted(name: str) -> None:
     draw = np.random.default_rng(2)
     vectors = 3 * draw.normal(size=(HEADS, 1, DIM))
     plain = vectors + draw.normal(size=(HEADS, 512, DIM))
@@ -128,12 +128,12 @@ def test_scores_include_subtracted_centers(m: int, name: str, compiled: bool) ->
     (table,) = rotation._tables
     centers.scores(queries, slice(None), first, stop, loop=center_loop() if compiled else None)
     assert rotation._tables[0] is table and len(rotation._tables) == 1, "one is made twice"
-    made = 4 * 8 * TABLE_BLOCKS * 2 * len(rotation._places[0])
+    made = 4 * 8 * TABLE_BLOCKS * 2 * len(rotation.channels[0])
     assert table.nbytes + made == rotation.table_bytes(TABLE_BLOCKS * BLOCK_TOKENS)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_one_table_serves_a_million_positions(compiled: bool) -> None:
+def test_center_scores_are_correct_up_to_a_million_tokens(compiled: bool) -> None:
     if compiled:
         pytest.importorskip("numba")
     draw = np.random.default_rng(5)
@@ -154,7 +154,7 @@ def test_one_table_serves_a_million_positions(compiled: bool) -> None:
     assert held < rotation.table_bytes(2**20) / 40
 
 
-def test_centered_index_has_less_noise_at_equal_bytes() -> None:
+def test_centered_index_is_more_accurate_at_equal_bytes() -> None:
     """Keys of the embedded model, on tokens that were not used for calibration."""
     model, _ = load(MODEL_PATH)
     run = make_prompt_cache(model)
@@ -184,7 +184,7 @@ def test_centered_index_has_less_noise_at_equal_bytes() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon_h1", "gpt_oss"])
-def test_engine_and_cache_find_equal_centers(family: str) -> None:
+def test_engine_and_cache_measure_equal_centers(family: str) -> None:
     model = build(family) if family == "gpt_oss" else model_of(family)
     penstock.attach(model)
     core = Core(model, memory_limit="200MB", max_batch_size=1, attend_tokens=128)

@@ -1,4 +1,4 @@
-"""The key index: its scores, its size, and how it follows its segment."""
+"""The key index: scores, size, and splitting and joining with its segment."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def raw_keys(segment: Segment, layer: int) -> mx.array:
 
 
 def same(index: tuple[Coded | None, ...], other: tuple[Coded | None, ...]) -> bool:
-    """Tell whether two indices have the same bits, in the same layers."""
+    """Return whether two indices are bit-identical in the same layers."""
     if [one is None for one in index] != [one is None for one in other]:
         return False
     pairs = zip(arrays(*index), arrays(*other), strict=True)
@@ -70,7 +70,7 @@ def test_index_scores_correlate_with_key_scores(dim: int, dtype: mx.Dtype) -> No
             assert 0.75 < slope < 1.25
 
 
-def test_index_score_of_key_with_itself() -> None:
+def test_index_score_of_key_with_itself_is_its_squared_norm() -> None:
     held = indexed(segment(50))
     keys, index = raw_keys(held, 0), held.index[0]
     assert index is not None
@@ -131,7 +131,7 @@ def test_join_with_unindexed_segment_drops_index() -> None:
     assert indexed(first).joins(indexed(second))
 
 
-def test_split_segments_release_whole() -> None:
+def test_split_frees_original_segment() -> None:
     held = indexed(segment(4_096))
     mx.clear_cache()
     half, rest = held.split(2_048)
@@ -157,14 +157,14 @@ def test_index_survives_quantization(codec: str) -> None:
         assert share < 0.06, "few signs change where keys change by some percent"
 
 
-def test_thinned_layers_are_not_indexed() -> None:
+def test_layers_with_dropped_tokens_are_not_indexed() -> None:
     """A layer that dropped its first tokens reads a window and selects nothing."""
     thinned = segment(64).thinned({2: 32})
     index = indexed(thinned).index
     assert index[0] is not None and index[1] is None and index[2] is None
 
 
-def test_codec_of_one_bit_is_refused() -> None:
+def test_index_codec_of_one_bit_is_refused() -> None:
     with pytest.raises(ValueError, match="is not a codec"):
         parse_scheme("turbo1")
 

@@ -35,7 +35,7 @@ SCALE = 0.7
 
 @dataclass
 class Node:
-    """A segment and where it begins; the next ones begin where it ends."""
+    """A segment and its start position; child nodes start at its end."""
 
     segment: Segment
     start: int
@@ -62,7 +62,7 @@ class Scene:
         return mx.array(self._random.normal(size=shape).astype(np.float32))
 
     def sides(self, rows: int, tokens: int) -> tuple[mx.array, mx.array]:
-        """Return new keys and values."""
+        """Return random new keys and values."""
         shape = rows, self.kv_heads, tokens
         return self.normal(*shape, KEY_WIDTH), self.normal(*shape, VALUE_WIDTH)
 
@@ -70,7 +70,7 @@ class Scene:
         return Segment((self.sides(1, tokens),))
 
     def tails(self) -> Tails:
-        """Return tails with a number in every column, whether it is of account or not."""
+        """Return tails with a number in every column, whether visible or not."""
         shape = LayerShape(self.kv_heads, KEY_WIDTH, VALUE_WIDTH, mx.float32)
         tails = Tails(len(self.rows), TAIL + WIDE_ROW, [shape])
         tails.ready()
@@ -101,7 +101,7 @@ class Scene:
 
 
 class Held:
-    """All that a row could see, copied together."""
+    """All keys and values that a row can see, concatenated."""
 
     def __init__(self, parts: Sequence[KVSpan]) -> None:
         self.positions: list[int] = []
@@ -119,7 +119,7 @@ class Held:
 
 @st.composite
 def scenes(draw: st.DrawFn, *, tail: int = TAIL - 1) -> Scene:
-    """Draw a tree, rows that end anywhere in it, runs of their own, tails, and a sight."""
+    """Draw a tree, rows that end anywhere in it, private segments, tails and a window."""
     window = draw(st.none() | st.integers(1, 20))
     attention_window = AttentionWindow(window, 0 if window is None else draw(st.integers(0, 8)))
     kv_heads = draw(st.integers(1, 2))
@@ -156,7 +156,7 @@ def _row(draw: st.DrawFn, scene: Scene, path: list[Node], slot: int, most: int) 
 def _without_invisible(
     path: list[KVSpan], runs: list[KVSpan], attention_window: AttentionWindow, end: int
 ) -> tuple[list[KVSpan], list[KVSpan]]:
-    """Drop what no query from `end` on sees, as the engine does."""
+    """Drop segments that no query from `end` on sees, as the engine does."""
     nearest = attention_window.starts_at(end)
     if nearest <= attention_window.keep:
         return path, runs
@@ -169,7 +169,7 @@ def _without_invisible(
 def check_decode(
     scene: Scene, window: int | None = None, with_sinks: bool = False, width: int = 1
 ) -> None:
-    """Let all rows attend together, with `width` new tokens each, and compare with the formula."""
+    """Attend with all rows at once, `width` new tokens each, and compare with the formula."""
     tails, b = scene.tails(), len(scene.rows)
     held = []
     for row in scene.rows:
@@ -275,7 +275,7 @@ def test_joined_kv_and_mask_match_reference(
 
 
 def times_read(layout: AttentionPlan) -> Counter[int]:
-    """Count the units in which each segment is read."""
+    """Count how often each segment is read."""
     units = [unit for level in layout.levels for unit in level]
     return Counter(
         segment for unit in units for segment in {id(segment) for segment, _, _ in unit.pieces}
@@ -294,7 +294,7 @@ def test_shared_spans_are_read_once(scene: Scene) -> None:
 
 
 def family() -> Scene:
-    """Two rows in each of two branches of a common part, one branch cut inside."""
+    """Return two rows in each of two branches of a common part; one ends inside a segment."""
     scene = Scene(AttentionWindow(window=14, keep=3), 4, 2, seed=1)
     common, left, right = scene.segment(8), scene.segment(6), scene.segment(5)
     run = KVSpan(scene.segment(3), 12, 3)
@@ -312,7 +312,7 @@ def family() -> Scene:
     return scene
 
 
-def test_branches_form_one_plan_level() -> None:
+def test_branches_of_same_node_share_plan_level() -> None:
     layout = plan_attention(family().rows, AttentionWindow())
     assert [[(u.first, u.last, len(u.pieces)) for u in level] for level in layout.levels[:2]] == [
         [(0, 4, 1)],
@@ -344,7 +344,7 @@ def test_check_detects_unsorted_rows() -> None:
     assert max(times_read(layout).values()) == 2
 
 
-def test_row_without_shared_spans_in_batch_with_sharing_rows() -> None:
+def test_unshared_row_matches_reference_in_batch_of_shared_rows() -> None:
     scene = family()
     scene.rows = [DecodeRow((), 2, 4, 2), *scene.rows]
     check_decode(scene)
@@ -383,7 +383,7 @@ def test_check_detects_wrong_mask(wrong: Any, monkeypatch: pytest.MonkeyPatch) -
         check_decode(family())
 
 
-def test_check_detects_unread_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_skipped_tail(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(self: LayerDecode, *args: Any) -> mx.array:
         self.step.tails.renew()
         return real(self, *args)

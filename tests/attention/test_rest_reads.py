@@ -31,7 +31,7 @@ Numbers = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """A sequence in spans, and a tail of some tokens."""
+    """A sequence of several spans and a tail."""
 
     cuts: tuple[int, ...]
     tail: int
@@ -53,7 +53,7 @@ class Row:
         return keys.astype(np.float32), values.astype(np.float32), queries.astype(np.float32)
 
     def index(self, with_values: bool) -> KeyIndex:
-        """Return the rule of its index; the keys need not lie around the centers."""
+        """Return the index rule; the keys need not be distributed around the centers."""
         draw = np.random.default_rng(self.seed + 1)
         vectors = draw.normal(size=(KV_HEADS, DIM)).astype(np.float32)
         turns = 10.0 ** -draw.uniform(0, 4, DIM // 2)
@@ -64,7 +64,7 @@ class Row:
     def attention(
         self, device: AttentionBackend, sinks: Numbers | None, *, compiled: bool
     ) -> Numbers:
-        """Return what penstock makes of it."""
+        """Return the attention computed by penstock."""
         index = self.index(self.rest)
         selection = Selection(TOKENS, index, compiled)
         keys, values, queries = (mx.array(side).astype(self.dtype) for side in self.arrays)
@@ -89,7 +89,7 @@ class Row:
         return np.array(out.astype(mx.float32))[0, :, 0]
 
     def expected(self, device: AttentionBackend, sinks: Numbers | None) -> Numbers:
-        """Return it by the definition: chosen tokens by their keys, all others by the index.
+        """Return the definition: selected tokens by their keys, all others by the index.
 
         The device says what is chosen: of blocks that are wanted almost equally each takes another.
         """
@@ -140,7 +140,7 @@ WAYS: list[tuple[AttentionBackend, bool]] = [
     st.sampled_from(WAYS), st.lists(st.integers(1, 700), min_size=1, max_size=4, unique=True),
     st.integers(1, 20), st.booleans(), st.booleans(), st.integers(0, 99),
 )  # fmt: skip
-def test_rest_attention_matches_index(
+def test_unselected_tokens_are_attended_through_index(
     way: tuple[AttentionBackend, bool],
     cuts: list[int],
     tail: int,
@@ -156,7 +156,7 @@ def test_rest_attention_matches_index(
 
 
 @pytest.mark.parametrize(("device", "compiled"), WAYS)
-def test_check_detects_skipped_rest(device: AttentionBackend, compiled: bool) -> None:
+def test_check_detects_skipped_unselected_tokens(device: AttentionBackend, compiled: bool) -> None:
     """Negative control: only the selected tokens are read."""
     row = Row((300, 900), 5, 1)
     without = Row(row.cuts, row.tail, row.seed, rest=False)
@@ -165,7 +165,7 @@ def test_check_detects_skipped_rest(device: AttentionBackend, compiled: bool) ->
 
 
 @pytest.mark.parametrize(("device", "compiled"), WAYS)
-def test_rest_attention_is_closer_to_full_than_selection_alone(
+def test_attending_unselected_tokens_is_closer_to_full_attention(
     device: AttentionBackend, compiled: bool
 ) -> None:
     errors: dict[bool, list[float]] = {False: [], True: []}
@@ -182,14 +182,16 @@ def test_rest_attention_is_closer_to_full_than_selection_alone(
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("device", [CPUBackend(), GPUBackend()], ids=["cpu", "gpu"])
-def test_rest_attention_in_half_precision(device: AttentionBackend, dtype: mx.Dtype) -> None:
+def test_unselected_tokens_are_attended_in_half_precision(
+    device: AttentionBackend, dtype: mx.Dtype
+) -> None:
     row = Row((300, 900), 5, 2, dtype=dtype)
     assert np.allclose(
         row.attention(device, None, compiled=True), row.expected(device, None), atol=0.1
     )
 
 
-def test_rest_attention_stays_finite_for_huge_values() -> None:
+def test_huge_values_of_unselected_tokens_stay_finite() -> None:
     row = Row((600,), 5, 3)
     row.arrays[1][0, :, 100:120] = 3e38
     for device, compiled in WAYS:

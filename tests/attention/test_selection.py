@@ -37,7 +37,7 @@ FAR = AttentionWindow()
 
 
 class Row:
-    """One sequence: all of its keys and values, and how they are cut into segments."""
+    """All keys and values of one sequence, and how they are split into segments."""
 
     def __init__(self, seed: int, cuts: list[int], tail: int, codec: str | None = None) -> None:
         draw = np.random.default_rng(seed)
@@ -82,7 +82,7 @@ class Row:
         return np.array(out)
 
     def choice(self, tokens: int) -> list[set[int]]:
-        """Return the positions that each key head is to read, worked out token by token."""
+        """Return the positions that each KV head selects, computed token by token."""
         count = self.position + 1
         if self.position < tokens:
             return [set(range(count))] * KV_HEADS
@@ -105,12 +105,12 @@ class Row:
         return chosen
 
     def block_scores(self, kv: int, head: int, tokens: int) -> dict[int, float]:
-        """Return the score of each block by the index."""
+        """Return the index's score of each block."""
         own = scores_of(self, tokens)[kv, head - kv * HEADS // KV_HEADS]
         return {number + 1: float(score) for number, score in enumerate(own)}
 
     def exact_scores(self, tokens: int) -> Any:
-        """Return the score of the best token of each block, by the index without tables."""
+        """Return the best token score of each block, computed without tables."""
         stop = Selection(tokens, INDEX).recent_start(self.position)
         queries = mx.array(self.queries * SCALE).reshape(KV_HEADS, -1, DIM)
         scores = []
@@ -136,7 +136,7 @@ def attend(
     *,
     compiled: bool = True,
 ) -> np.ndarray[Any, Any]:
-    """Return what the rows read together, (rows, heads, value_dim)."""
+    """Return the attention of all rows at once, (rows, heads, value_dim)."""
     shape = LayerShape(KV_HEADS, DIM, VALUE_DIM, mx.float32)
     tails = Tails(len(rows), TAIL, [shape])
     tails.ready()
@@ -157,7 +157,7 @@ def attend(
 
 
 @pytest.mark.parametrize("device", [CPUBackend(), GPUBackend()])
-def test_best_blocks_are_read_exactly(device: AttentionBackend) -> None:
+def test_best_blocks_are_attended_exactly(device: AttentionBackend) -> None:
     row = Row(1, [96, 160, 640, 700], 3)
     with using(device):
         check_best_blocks(row)
@@ -173,7 +173,7 @@ def check_best_blocks(row: Row) -> None:
 
 
 @pytest.mark.parametrize("device", [CPUBackend(), GPUBackend()])
-def test_sinks_enter_softmax_of_selection(device: AttentionBackend) -> None:
+def test_attention_sinks_are_part_of_selective_softmax(device: AttentionBackend) -> None:
     rows = [Row(seed, [640, 700], 3) for seed in (1, 2)]
     sinks = np.array([-1.0, 0.5, 9.0, 2.0], np.float32)
     with using(device):
@@ -185,7 +185,7 @@ def test_sinks_enter_softmax_of_selection(device: AttentionBackend) -> None:
             assert not np.allclose(own, row.exact(row.choice(256)), atol=1e-2)
 
 
-def test_block_score_is_its_best_token_for_any_split() -> None:
+def test_block_score_is_maximum_token_score_for_any_split() -> None:
     """Queries are rounded to whole numbers, so that scores have the same bits for any split."""
     rows = [Row(7, cuts, 3) for cuts in ([700], [96, 160, 640, 700], [37, 700])]
     exact, scores = rows[0].exact_scores(256), []
@@ -212,7 +212,7 @@ def test_block_score_is_its_best_token_for_any_split() -> None:
     st.sampled_from([1, 4, 16, 32]),
     st.sampled_from([128, 160, 256]),
 )
-def test_rows_of_any_split_match_single_rows(
+def test_batched_rows_match_single_rows_for_any_split(
     drawn: list[tuple[int, list[int], int]], unit: int, tokens: int
 ) -> None:
     """Segments start at multiples of any block size; rows differ in length."""
@@ -276,7 +276,7 @@ def test_full_budget_matches_full_attention() -> None:
         assert not np.array_equal(attend(rows, 303), whole)
 
 
-def test_selection_is_prepared_once_a_step(
+def test_selection_is_prepared_once_per_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A row may have many spans with an index each; unselected layers must cost nothing."""
@@ -299,7 +299,7 @@ def test_selection_is_prepared_once_a_step(
     assert step.choosing(0, FAR) == [] and len(looked_at) == 3
 
 
-def test_segments_without_index_are_read_whole() -> None:
+def test_segments_without_index_are_fully_attended() -> None:
     row = Row(2, [256, 512], 3)
     whole = attend([row], None)
     span = row.spans[0]
@@ -307,7 +307,7 @@ def test_segments_without_index_are_read_whole() -> None:
     assert np.array_equal(attend([row], 128), whole)
 
 
-def test_planted_key_is_selected_and_lost_by_window(
+def test_planted_key_is_selected_but_missed_by_window(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One token in the middle matches the query; others of equal norm do not."""

@@ -82,7 +82,7 @@ def doubling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def decoded(most_joined: int, count: int, tail: int, sinks: mx.array | None = None) -> mx.array:
-    """Return what rows that read all tokens attend to, behind so many tokens of their tails."""
+    """Return full attention of rows after this number of tail tokens."""
     parts, queries, keys, values = scene()
     tails = Tails(count, tail + 1, [LayerShape(KV_HEADS, DIM, DIM, mx.float32)])
     tails.ready()
@@ -119,7 +119,7 @@ def test_streamed_decode_row_matches_whole(
     assert float(mx.abs(decoded(32, count, tail, sinks) - whole).max()) > 0.1, "negative control"
 
 
-def test_streamed_pieces_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_doubled_streamed_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streamed_reads, "STREAMED_TOKENS", 32)
     joined = attended(ALL_TOKENS)
     doubling(monkeypatch)

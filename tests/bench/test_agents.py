@@ -31,7 +31,7 @@ def few() -> dict[str, Any]:
     return report_of(run(*FEW, "--json"))
 
 
-def test_agents_recall_own_and_shared_facts(few: dict[str, Any]) -> None:
+def test_agents_recall_their_own_and_shared_facts(few: dict[str, Any]) -> None:
     report = few
     answers = [answer for agent in report["agents"] for answer in agent["answers"]]
     assert [agent["agent"] for agent in report["agents"]] == [1, 2, 3]
@@ -84,7 +84,7 @@ def test_agents_respect_memory_limit_and_block_size(call: Call) -> None:
     assert (report["limit_bytes"], report["block_size"]) == (150_000_000, 32)
 
 
-def test_agents_beyond_batch_size_wait(call: Call) -> None:
+def test_agents_above_batch_size_wait(call: Call) -> None:
     report = report_of(call("bench", "agents", "--json", "--agents", "11", "--tokens", "100"))
     assert report["right"] == report["asked"] == 44
 
@@ -131,7 +131,7 @@ def test_ctrl_c_stops_agents() -> None:
         assert errors == b""
 
 
-def test_agents_model_needs_chat_template(capsys: Capture, tmp_path: Path) -> None:
+def test_model_without_chat_template_is_refused(capsys: Capture, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(MODEL_PATH, model)
     (model / "chat_template.jinja").unlink()

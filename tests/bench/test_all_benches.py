@@ -36,7 +36,7 @@ def commands() -> dict[str, Any]:
 
 
 def split(command: tuple[str, ...]) -> tuple[str, list[str]]:
-    """Return the words of a command, and its flags."""
+    """Split a command line into the command's words and its flags."""
     words = 2 if command[0] == "bench" else 1
     return " ".join(command[:words]), list(command[words:])
 
@@ -50,7 +50,7 @@ def test_every_bench_is_run_or_excluded_with_reason() -> None:
 
 
 @pytest.mark.parametrize("command", BENCHES, ids=" ".join)
-def test_bench_flags_are_known(command: tuple[str, ...], tmp_path: Path) -> None:
+def test_flags_of_listed_benches_exist(command: tuple[str, ...], tmp_path: Path) -> None:
     words, flags = split(command)
     more = ["--save", str(tmp_path), *drawing(command, tmp_path)]
     parsed = commands()[words].make_context(words, [*flags, *more])
@@ -77,7 +77,7 @@ def test_failed_bench_does_not_stop_others(
     assert all(f"[{number} of 3]" in shown for number in (1, 2, 3))
 
 
-def test_records_of_one_second_have_names_of_their_own(tmp_path: Path) -> None:
+def test_records_of_same_second_have_unique_names(tmp_path: Path) -> None:
     environment = {"date": "2026-11-28T04:05:06+00:00"}
     for value in range(3):
         keep("kernels", {"value": value, "environment": environment}, tmp_path)
@@ -93,10 +93,10 @@ def test_bench_all_downloads_nothing(
     monkeypatch.delenv("PENSTOCK_OFFLINE", raising=False)
     (end,) = run_all([("bench", "speculate", "--model", "smollm2")], tmp_path / "records")
     assert end.status == 2 and not end.records
-    assert "PENSTOCK_OFFLINE forbids to fetch it" in capfd.readouterr().err
+    assert "PENSTOCK_OFFLINE forbids downloads" in capfd.readouterr().err
 
 
-def test_summary_lists_records_and_where_to_put_them(
+def test_summary_lists_records_and_target_folder(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(all_command, "BENCHES", (SMALL,))
@@ -106,7 +106,9 @@ def test_summary_lists_records_and_where_to_put_them(
     assert f"    {record}" in lines and "benchmarks/results/" in lines[-1]
 
 
-def test_failure_outranks_missed_goal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_code_of_failure_outranks_missed_goal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     statuses = iter((0, 1, 0, -9, 1))
     monkeypatch.setattr(
         all_command, "_run", lambda command, *_: BenchEnd(command, next(statuses), ())

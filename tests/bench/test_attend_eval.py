@@ -27,7 +27,7 @@ from support.worst_blocks import choose_worst_blocks
 LOAD = EvalLoad(text_tokens=900, piece_tokens=900)
 
 
-def test_larger_budget_costs_less_and_fitting_one_is_proposed(
+def test_larger_token_budget_lowers_kl_and_sufficient_one_is_proposed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     report = attend_eval.measure(LOAD, (128, 512, 128), by_layer=True)
@@ -41,7 +41,7 @@ def test_larger_budget_costs_less_and_fitting_one_is_proposed(
     assert worst > 2 * kl["128"], "negative control: the worst blocks"
 
 
-def test_window_of_equal_bytes_loses_more() -> None:
+def test_window_of_equal_bytes_has_higher_perplexity() -> None:
     report = attend_eval.measure(LOAD, (128,))
     figures = report.penstock["figures"]["128"]
     assert figures["kl"]["mean"] < figures["kl_over_window"]["mean"] < 1
@@ -73,7 +73,7 @@ def test_perplexity_matches_single_pass() -> None:
     assert losses == pytest.approx(wanted, abs=1e-3)
 
 
-def test_ratios_and_changes_are_paired_by_token() -> None:
+def test_ratios_and_differences_are_paired_by_token() -> None:
     ratio = attend_eval.over([[1.0, 2.0], [3.0]], [[2.0, 4.0], [6.0]])
     assert (ratio.n, ratio.mean, ratio.standard_error) == (3, 0.5, 0.0)
     assert attend_eval.over([[1.0, 2.0]], [[4.0, 2.0]]).standard_error > 0.1
@@ -82,7 +82,7 @@ def test_ratios_and_changes_are_paired_by_token() -> None:
     assert change.standard_error == pytest.approx(0.0, abs=1e-9)
 
 
-def test_selection_answers_questions() -> None:
+def test_selection_answers_questions_that_window_loses() -> None:
     load_ = EvalLoad(lengths=(900,), questions=14)
     report = attend_tasks.measure(load_, (128,))
     assert report.met
@@ -91,7 +91,9 @@ def test_selection_answers_questions() -> None:
     assert attend_tasks.fewer([[1.0, 1.0]], [[1.0, 0.0]]).mean == 0.5
 
 
-def test_eval_command_with_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_command_runs_requested_task(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "model"
     shutil.copytree(MODEL_PATH, folder)
     sizes = ["--length", "400", "--questions", "1", "--memory-limit", "200MB"]
@@ -103,7 +105,7 @@ def test_eval_command_with_task(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 class Layered:
-    """A text of which some layers must be left whole."""
+    """A text for which some layers need full attention."""
 
     def kl(self, tokens: int, whole: Any = ()) -> float:
         return (1.0 if tokens < 256 else 0.5) * (3 not in whole) + 0.3 * (tokens < 256)

@@ -24,7 +24,7 @@ def grown() -> Any:
     return growth.measure(SMALL)
 
 
-def test_growth_bench_counts_growth_of_rival_only(grown: Any) -> None:
+def test_growth_bench_reports_reallocation_by_rival_only(grown: Any) -> None:
     for load in ("decode", "prefill"):
         assert grown.penstock[load]["growths_per_layer"] == 0
         assert grown.penstock[load]["moves_per_layer"] == 0
@@ -33,7 +33,7 @@ def test_growth_bench_counts_growth_of_rival_only(grown: Any) -> None:
         assert 1 <= grown.penstock[load]["peak_over_window"] < 2
 
 
-def test_growth_bench_counts_copies_without_growth() -> None:
+def test_growth_bench_counts_copies_without_reallocation() -> None:
     """Negative control: a cache that copies its buffers each step but never grows."""
 
     class Copies(caches.RotatingKVCache):
@@ -48,13 +48,13 @@ def test_growth_bench_counts_copies_without_growth() -> None:
     assert run.peak_over_window > 1.9
 
 
-def test_growth_goal_is_missed_by_growing_cache() -> None:
+def test_reallocating_cache_misses_growth_goal() -> None:
     run = growth.run_once(lambda: TheirRotatingKVCache(512), SMALL, 1)
     runs = {load: {"penstock": [run], growth.RIVAL: [run]} for load in ("decode", "prefill")}
     assert not growth.report(SMALL, runs).met
 
 
-def test_json_output_and_record_of_every_round(
+def test_json_output_has_all_keys_and_record_every_step(
     grown: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     publish(grown, as_json=True, save=tmp_path)
@@ -71,7 +71,7 @@ def test_table_marks_missed_goals(grown: Any, capsys: pytest.CaptureFixture[str]
     assert printed.count("NOT MET") == sum(line.met is False for line in grown.lines)
 
 
-def test_fact_positions_in_window() -> None:
+def test_facts_are_classified_by_window_position() -> None:
     setting = recall.RecallWindow(100, 20)
     read = 1_000
     assert recall.place_of(0, 20, read, setting) == "keep"
@@ -89,7 +89,7 @@ def asked() -> Any:
     return recall.measure(recall.RecallLoad(dialogues=1, tokens=600, facts=12, settings=settings))
 
 
-def test_recall_bench_recalls_only_cached_facts(asked: Any) -> None:
+def test_recall_bench_finds_only_facts_inside_window(asked: Any) -> None:
     assert asked.met, [line for line in asked.lines if not line.met]
     asked_in = {place: n["asked"] for place, n in asked.penstock["256 tokens, keep 128"].items()}
     assert asked_in["between"] > 0
@@ -124,7 +124,7 @@ def test_remember_bench_draws_plot(remembered: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("at_128", "at_512", "met"), [(3, 6, True), (6, 5, False)])
-def test_remember_bench_judges_512_and_shows_128_tokens(
+def test_remember_bench_has_goal_for_512_tokens_but_not_128(
     at_128: int, at_512: int, met: bool
 ) -> None:
     load = remember.RememberLoad(dialogues=1, facts=6, lengths=(1_200,), attend=(128, 512))

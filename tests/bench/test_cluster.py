@@ -35,7 +35,7 @@ FASTER = Machine(
 
 
 def made(*requests: tuple[float, list[int], int]) -> tuple[trace.Trace, list[Arrival]]:
-    """Make a trace of (seconds, blocks, tokens of the answer), and its requests as they are."""
+    """Return a trace of (seconds, blocks, answer tokens), and its requests."""
     visits = [trace.Visit(at, SIZE * len(b), tuple(b), out) for at, b, out in requests]
     unique = len({block for visit in visits for block in visit.blocks})
     of = trace.Trace(visits, SIZE, unique, sum(visit.input_tokens for visit in visits))
@@ -43,7 +43,7 @@ def made(*requests: tuple[float, list[int], int]) -> tuple[trace.Trace, list[Arr
 
 
 def conversations(number: int, turns: int) -> trace.Trace:
-    """Make conversations of one system prompt; each turn is two blocks more than the last."""
+    """Return conversations with one system prompt; each turn adds two blocks."""
     rng, requests, new = random.Random(1), [], 1
     for _ in range(number):
         at, blocks = rng.uniform(0, 50), [0]
@@ -87,7 +87,7 @@ def test_cached_prompt_computes_one_token() -> None:
 # ---- several
 
 
-def test_round_robin_scatters_and_prefix_routing_gathers(crowd: TraceCopies) -> None:
+def test_prefix_routing_has_more_hits_than_round_robin(crowd: TraceCopies) -> None:
     of = conversations(60, 4)
     arrivals = crowd.arrivals(4)
     large = one_large(of, arrivals, FASTER, 4)
@@ -222,7 +222,7 @@ def test_report_compares_policy_with_one_large_engine(measured: Any) -> None:
 
 
 def replace_hits(replicas: int) -> cluster.Runs:
-    """Return runs in which our policy keeps just less than the goal."""
+    """Return runs in which our policy just misses the goal."""
     of, arrivals = conversations(60, 4), TraceCopies(conversations(60, 4), 4).arrivals(replicas)
     found = simulate(of, arrivals, Cluster(replicas, "prefix+load"), FASTER)
     outcomes = {
@@ -249,7 +249,7 @@ def test_cluster_command_prints_saves_and_draws(
     assert "hash" in shown and "round-robin" not in shown.split("Replicas whose")[0]
 
 
-def test_unknown_policy_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_policy_is_named_in_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "cluster", "--trace", "none", "--policy", "best"]) == 2
     assert "--policy best is none of round-robin" in capsys.readouterr().err
     with pytest.raises(SettingError):

@@ -41,7 +41,7 @@ def test_nbytes_match_formula(table: Table) -> None:
     assert row(table, "mlx-lm 4").ratio == pytest.approx(32 / 5), "its scales are float32"
 
 
-def test_raw_is_lossless_and_fewer_bits_lose_more(table: Table) -> None:
+def test_raw_is_lossless_and_error_grows_with_fewer_bits(table: Table) -> None:
     raw = row(table, "raw")
     assert (raw.kl, raw.top_1, raw.mean_error, raw.max_error) == (0, 1, 0, 0)
     figures = [row(table, name) for name in ("affine8", "affine4", "turbo3")]
@@ -50,7 +50,7 @@ def test_raw_is_lossless_and_fewer_bits_lose_more(table: Table) -> None:
     assert row(table, "affine8").kl < row(table, "affine4").kl
 
 
-def test_rival_matches_same_codec(table: Table) -> None:
+def test_errors_match_mlx_lm_for_same_codec(table: Table) -> None:
     for bits in (4, 8):
         ours, theirs = row(table, f"affine{bits}"), row(table, f"mlx-lm {bits}")
         for figure in ("relative_mse_keys", "relative_mse_values", "mean_error"):
@@ -94,7 +94,7 @@ def test_unsupported_head_sizes_are_reported() -> None:
     assert "divides a head of 80" in found.refused["mlx-lm"]
 
 
-def test_rivals_use_fitting_group_sizes_and_actual_tokens() -> None:
+def test_rivals_use_supported_group_size_and_count_used_tokens() -> None:
     """mlx-lm allocates for 256 tokens; the bytes of the 64 used are shown."""
     shape = CacheShape(layers=1, heads=2, head_dim=96, seq_len=64, dtype="float32", rounds=1)
     found = bench.measure(shape, "gauss", ["affine4g32"])
@@ -105,7 +105,7 @@ def test_rivals_use_fitting_group_sizes_and_actual_tokens() -> None:
 
 
 @pytest.mark.skipif(not vllm_mlx.is_installed(), reason="vllm-mlx is not installed")
-def test_vllm_mlx_rival_matches_mlx_lm_codes(table: Table) -> None:
+def test_vllm_mlx_codes_match_mlx_lm(table: Table) -> None:
     for bits in bench.RIVAL_BITS:
         one, other = row(table, f"mlx-lm {bits}"), row(table, f"vllm-mlx {bits}")
         assert (other.nbytes, other.kl) == (one.nbytes, one.kl)
@@ -118,7 +118,9 @@ def test_missing_rival_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install" in missing["vllm-mlx"]
 
 
-def test_bench_kv_cache_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_kv_cache_command_prints_plots_and_saves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     small = ["--layers", "1", "--heads", "2", "--head-dim", "64", "--seq-len", "64"]
     small += ["--rounds", "1", "--dtype", "float32"]
     picture = tmp_path / "codecs.png"
@@ -138,7 +140,7 @@ def test_bench_kv_cache_command(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "affine4" in printed
 
 
-def test_bench_kv_cache_on_model_kv(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_kv_cache_measures_kv_of_embedded_model(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--data", "embedded", "--seq-len", "128", "--rounds", "1", "--codecs", "raw,8"]
     assert main(["bench-kv-cache", *given, "--dtype", "float32", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

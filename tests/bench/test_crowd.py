@@ -25,7 +25,7 @@ def test_system_prompt_has_one_line_at_any_size() -> None:
     assert len(system["content"].splitlines()) == 1
 
 
-def test_agents_ask_only_for_told_facts() -> None:
+def test_agents_ask_only_about_facts_in_their_prompts() -> None:
     system, scripts = write_scripts(1, 3, 400, count_tokens)
     shared = system["content"].splitlines()
     own: list[list[str]] = []
@@ -80,5 +80,7 @@ def test_number_inside_other_number_is_wrong() -> None:
         ([[], [1]], 0),
     ],
 )
-def test_common_tokens_end_at_first_difference(prompts: list[list[int]], tokens: int) -> None:
+def test_number_of_common_tokens_ends_at_first_difference(
+    prompts: list[list[int]], tokens: int
+) -> None:
     assert common_tokens(prompts) == tokens

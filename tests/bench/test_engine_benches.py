@@ -148,7 +148,7 @@ def test_mlx_lm_signatures_have_parameters_used_by_benchmarks() -> None:
         assert gone == set(), f"mlx-lm's {function} lost {gone}"
 
 
-def test_mlx_lm_responses_have_fields_the_rival_reads() -> None:
+def test_mlx_lm_responses_have_fields_used_by_benchmarks() -> None:
     prompt = PromptProcessingBatch.Response.__annotations__
     generated = GenerationBatch.Response.__annotations__
     assert {"uid", "progress"} <= set(prompt)
@@ -255,7 +255,7 @@ def test_batched_generation_matches_single(tiny: Any, kind: str) -> None:
         assert tokens == generated(Solo(tiny.model), prompt, len(tokens))
 
 
-def test_early_finish_during_measurement_is_error(tiny: Any) -> None:
+def test_sequence_ending_during_measurement_is_error(tiny: Any) -> None:
     class Short(Ours):
         def submit(self, prompts: Any, max_tokens: int) -> None:
             super().submit(prompts, 3)
@@ -264,7 +264,7 @@ def test_early_finish_during_measurement_is_error(tiny: Any) -> None:
         engine_runs.run_side(lambda: Short(tiny, 1, SMALL), Task([[1, 2, 3]], 8))
 
 
-def test_leaked_bytes_are_detected(tiny: Any) -> None:
+def test_check_detects_leaked_bytes(tiny: Any) -> None:
     left = []
 
     class Leaky(Ours):
@@ -278,7 +278,7 @@ def test_leaked_bytes_are_detected(tiny: Any) -> None:
         comparison.compare(makers, Task([[1, 2, 3]], 2), 1)
 
 
-def test_in_flight_work_at_close_is_no_leak(tiny: Any) -> None:
+def test_in_flight_work_at_close_is_not_reported_as_leak(tiny: Any) -> None:
     """The next token is computed ahead, longer where other processes take the CPU."""
     begun = []
 
@@ -318,7 +318,7 @@ def test_peak_memory_ignores_mlx_prefetch() -> None:
         assert numbers_at_peak() > 60
 
 
-def test_differing_tokens_are_detected() -> None:
+def test_check_detects_differing_tokens() -> None:
     def run(*tokens: int) -> Run:
         return Run(1.0, [1.0], [[1, 2, 3], list(tokens)], 6)
 
@@ -364,7 +364,7 @@ def test_ratio_is_minimum_over_shapes() -> None:
 
 
 @pytest.mark.parametrize(("ratio", "met"), [(3.99, False), (4.0, True)])
-def test_ratio_is_judged_by_goal(ratio: float, met: bool) -> None:
+def test_ratio_meets_goal_if_large_enough(ratio: float, met: bool) -> None:
     assert comparison.ratio_line("decode", ("1", "2"), ratio, 4.0).met is met
     assert comparison.ratio_line("decode", ("1", "2"), ratio, None).met is None
 
@@ -404,7 +404,7 @@ def test_mlx_lm_prefill_batch_fits_memory(tiny: Any) -> None:
         assert shared_prefix.fitting_batch(replace(tiny, query_heads=10**6), 10**5) == 1
 
 
-def test_hit_copies_nothing_and_mlx_lm_copies_all(hits: Any) -> None:
+def test_cache_hit_copies_nothing_while_mlx_lm_copies_all(hits: Any) -> None:
     known_bytes = 512 * bench_model(ModelChoice.RANDOM, WIDE).kv_bytes_per_token
     assert hits.penstock["bytes_copied"] == 0
     assert hits.rival_figures["bytes_copied"] >= 0.9 * known_bytes
@@ -414,7 +414,7 @@ def test_hit_copies_nothing_and_mlx_lm_copies_all(hits: Any) -> None:
 
 
 @pytest.mark.parametrize("stays", [True, False])
-def test_copy_of_one_layer_at_hit_is_detected(stays: bool) -> None:
+def test_check_detects_copy_of_one_layer_on_cache_hit(stays: bool) -> None:
     model = bench_model(ModelChoice.RANDOM, WIDE)
     known_bytes = 512 * model.kv_bytes_per_token
     layer_bytes = known_bytes // WIDE.layers
@@ -442,13 +442,13 @@ def test_copy_of_one_layer_at_hit_is_detected(stays: bool) -> None:
         ([40, 40, 40], 30),  # every step copies: half of one layer's keys is 25
     ],
 )
-def test_copied_bytes_classification(peaks: list[int], copied: int) -> None:
+def test_copied_bytes_are_derived_from_memory_peaks(peaks: list[int], copied: int) -> None:
     moments = [RunMoment(1, 10, peak, decoding=True) for peak in peaks]
     run = Run(1.0, [1.0], [[1]], 1, before_bytes=10, moments=moments)
     assert hit.bytes_copied([run], known_bytes=400, layers=4) == copied
 
 
-def test_ragged_bench_measures_rival_padding(uneven: Any) -> None:
+def test_ragged_bench_shows_padding_of_rival(uneven: Any) -> None:
     ours, theirs = uneven.penstock["300 + 3 x 20"], uneven.rival_figures["300 + 3 x 20"]
     # Four rows of 300 columns where 360 tokens are.
     assert theirs["held_over_ideal_decoding"] > 3
@@ -457,7 +457,7 @@ def test_ragged_bench_measures_rival_padding(uneven: Any) -> None:
     assert set(uneven.ratio) >= COMMON
 
 
-def test_held_bytes_are_compared_with_ideal_of_same_step() -> None:
+def test_kv_bytes_are_compared_with_ideal_of_same_step() -> None:
     moments = [
         RunMoment(0, 5, 5, decoding=False),  # nothing is needed: no ratio
         RunMoment(10, 30, 30, decoding=False),
@@ -477,13 +477,13 @@ def test_single_bench_reports_shares_ratios_and_curve(alone: Any) -> None:
     assert alone.penstock["1 x 100"]["cached_tokens"] == 0
 
 
-def test_straightness_separates_linear_from_quadratic() -> None:
+def test_straightness_is_1_only_for_linear_curve() -> None:
     curve = single.Curve([1, 2, 3, 4], {OURS: [3.0, 5.0, 7.0, 9.0], RIVAL: [1.0, 1.0, 1.0, 9.0]})
     assert curve.straightness(OURS) == pytest.approx(1.0)
     assert curve.straightness(RIVAL) < 0.7
 
 
-def test_curve_ends_at_longest() -> None:
+def test_curve_is_cut_at_longest_prompt() -> None:
     load = single.SingleLoad()
     assert load.curve_to(32_768) == load.curve_tokens
     assert load.curve_to(3_000) == (512, 1_024, 2_048, 3_000)
@@ -492,7 +492,7 @@ def test_curve_ends_at_longest() -> None:
         load.curve_to(512)
 
 
-def test_time_outside_model_counts_as_overhead(tiny: Any) -> None:
+def test_model_seconds_exclude_engine_overhead(tiny: Any) -> None:
     side = Ours(tiny, 1, SMALL)
     run = engine_runs.drive(side, Task([tiny.prompt(100, seed=0)], 8))
     assert 0 < side.model_seconds < run.first_seconds + sum(run.step_seconds)
@@ -502,7 +502,7 @@ def test_time_outside_model_counts_as_overhead(tiny: Any) -> None:
 # ---- what comes out
 
 
-def test_restore_reads_all_and_computes_nothing(restored: Any) -> None:
+def test_restore_bench_reads_all_kv_from_disk(restored: Any) -> None:
     token_bytes = restored.raw["model"]["kv_bytes_per_token"]
     assert restored.penstock["restored_bytes"] == 512 * token_bytes
     assert restored.penstock["written_bytes_per_token"] > 0.9 * token_bytes
@@ -537,7 +537,7 @@ def test_hybrid_next_turn_computes_only_new_text() -> None:
     )
 
 
-def test_hybrid_without_checkpoints_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_missing_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: everything is computed again."""
     monkeypatch.setattr(Checkpoints, "capture", lambda *_, **__: False)
     monkeypatch.setattr(PartialBlock, "enabled", False)
@@ -546,7 +546,7 @@ def test_hybrid_without_checkpoints_is_detected(monkeypatch: pytest.MonkeyPatch)
     assert found.penstock["computed_tokens"] > 256
 
 
-def test_equal_forms_show_no_gain() -> None:
+def test_raw_against_raw_shows_no_memory_gain() -> None:
     """Negative control: full precision against itself."""
     found = quantized.measure(replace(QUANTIZED, codec="raw/raw", lengths=(512,)))
     assert 0.98 < found.ratio["512: peak_memory"] < 1.02
@@ -581,7 +581,7 @@ def test_report_is_printed_saved_and_plotted(
     assert (tmp_path / "picture.png").stat().st_size > 1_000
 
 
-def test_curve_only_run(tmp_path: Path) -> None:
+def test_curve_is_measured_and_plotted_without_shapes(tmp_path: Path) -> None:
     report = single.measure(replace(SINGLE, shapes=()))
     assert report.ratio == {}
     assert [line.met is not None for line in report.lines] == [True]
@@ -592,7 +592,7 @@ def test_curve_only_run(tmp_path: Path) -> None:
     assert (tmp_path / "picture.png").stat().st_size > 1_000
 
 
-def test_plot_without_curve(tmp_path: Path, alone: Any) -> None:
+def test_report_without_curve_is_plotted(tmp_path: Path, alone: Any) -> None:
     pytest.importorskip("matplotlib")
     from penstock_bench.engine_picture import draw
 
@@ -617,9 +617,10 @@ def test_command_refuses_bad_arguments_before_measuring(capsys: pytest.CaptureFi
         assert message in capsys.readouterr().err
 
 
-def test_attend_bench_times_both_sides_and_judges_median(tiny: Any) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_attend_bench_applies_goal_to_median(tiny: Any, packed: bool) -> None:
     load = attend_steps.AttendLoad(
-        shapes=((1, 400), (2, 400)), attend_tokens=128, rounds=1, llama=TINY
+        shapes=((1, 400), (2, 400)), attend_tokens=128, packed=packed, rounds=1, llama=TINY
     )
     found = attend_steps.measure(load)
     assert set(found.ratio) == {"1 x 400 tokens", "2 x 400 tokens"}

@@ -61,7 +61,7 @@ def row(report: Report, form: KeyForm, setting: str) -> dict[str, Any]:
 
 
 def raw(form: KeyForm, tokens: list[int]) -> tuple[mx.array, list[mx.array]]:
-    """Return all logits by mlx-lm's own caches, and the keys of each layer."""
+    """Return all logits computed with mlx-lm's own caches, and each layer's keys."""
     model, _ = load(MODEL_PATH)
     reform(model, form)
     caches = plain_caches(model)
@@ -119,7 +119,7 @@ def test_models_without_transform_are_refused() -> None:
 # ---- figures
 
 
-def test_raw_setting_is_lossless_for_every_form(report: Report) -> None:
+def test_raw_codec_is_lossless_for_every_key_form(report: Report) -> None:
     for form in SMALL.forms:
         found = row(report, form, "raw")
         assert (found["kl"]["mean"], found["top_1"]["mean"], found["agreement"]["mean"]) == (
@@ -145,7 +145,7 @@ def test_nbytes_match_formula(report: Report) -> None:
         assert found["bits"] == pytest.approx(bits / 128, abs=1e-3)
 
 
-def test_bad_codec_is_visible_in_every_figure(report: Report) -> None:
+def test_bad_codec_worsens_every_metric(report: Report) -> None:
     """Negative control: 2 bits and outlier channels."""
     good, bad = (row(report, KeyForm.OUTLIERS, name) for name in ("k8v4", "2"))
     assert good["recall_over_raw"][250]["mean"] == 0
@@ -160,7 +160,7 @@ def test_bad_codec_is_visible_in_every_figure(report: Report) -> None:
     assert report.met
 
 
-def test_scaled_keys_tolerate_outlier_channels(report: Report) -> None:
+def test_scaled_keys_are_accurate_despite_outlier_channels(report: Report) -> None:
     """`affine2`, which takes no scales, is the control."""
     for name in ("turbo4", "k8v4"):
         plain, large = (row(report, form, name)["kl"]["mean"] for form in SMALL.forms)
@@ -182,7 +182,7 @@ def test_missed_goal_is_reported(report: Report) -> None:
     assert line.met is True
 
 
-def test_window_forgets_and_keep_retains() -> None:
+def test_small_window_lowers_recall_and_large_keep_preserves_it() -> None:
     settings = (KVSetting("raw", 128, 0), KVSetting("raw", 400, 0), KVSetting("2", 400, 399))
     load_ = EvalLoad(**{**SMALL_SIZES, "settings": settings})
     found = bench.measure(load_).penstock["rows"]
@@ -206,12 +206,12 @@ SMALL_SIZES: dict[str, Any] = {
 }
 
 
-def test_empty_answers_are_equal() -> None:
+def test_similarity_of_empty_answers_is_1() -> None:
     assert bench.alike([], []) == 1.0
     assert (bench.alike([1], []), bench.alike([1, 2], [1, 3])) == (0.0, 0.5)
 
 
-def test_estimate_standard_errors() -> None:
+def test_standard_errors_are_clustered_by_text() -> None:
     alone = Estimate.of([[1.0], [2.0], [3.0], [4.0]])
     assert (alone.n, alone.mean) == (4, 2.5)
     assert alone.standard_error == pytest.approx((5 / 3 / 4) ** 0.5)
@@ -240,7 +240,9 @@ def test_only_assistant_tokens_are_scored(tokens: list[int]) -> None:
 # ---- the command
 
 
-def test_eval_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_command_prints_plots_and_saves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     picture, folder = tmp_path / "eval.png", tmp_path / "results"
     given = ["--codec", "k8v4", "--plot", str(picture), "--save", str(folder), "--json"]
     assert main(["eval", *FLAGS, *given]) == 0
@@ -259,7 +261,7 @@ def test_eval_command_prints_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "turbo4, keep 64" in printed
 
 
-def test_windows_are_measured_on_all_forms(
+def test_windows_are_measured_for_every_key_form(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     sizes = ["--questions", "1", "--length", "64", "--text-tokens", "200", "--json"]
@@ -272,7 +274,7 @@ def test_windows_are_measured_on_all_forms(
     ]
 
 
-def test_eval_command_with_other_model_and_text(
+def test_eval_command_accepts_other_model_and_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "model"
@@ -291,7 +293,7 @@ def test_eval_command_with_other_model_and_text(
     assert "--task needs another model than the embedded one" in capsys.readouterr().err
 
 
-def test_long_tasks_on_text_and_layer_errors(
+def test_long_tasks_use_given_text_and_report_layer_errors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "model"

@@ -46,7 +46,7 @@ def read(way: Way, tokens: Sequence[int], pass_tokens: int = forcing.PASS_TOKENS
 
 
 def off(logs: Floats, wanted: Floats) -> float:
-    """Return the KL divergence from what is wanted, in the worst position."""
+    """Return the KL divergence from the expected distribution at the worst position."""
     return float((np.exp(wanted) * (wanted - logs)).sum(axis=-1).max())
 
 
@@ -68,13 +68,13 @@ SAME, SAME_AT_WORST = 0.01, 0.5
 
 
 def agree(logs: Floats, wanted: Floats, raw: Floats) -> bool:
-    """Tell whether only rounding differs, on average and in every position."""
+    """Return whether only rounding differs, on average and at every position."""
     mean, worst = shares(logs, wanted, raw)
     return mean < SAME and worst < SAME_AT_WORST
 
 
 def at_once(model: Any, tokens: Sequence[int]) -> Floats:
-    """Return what the model computes of a text on mlx-lm's own caches."""
+    """Return the logits of a text computed in one pass on mlx-lm's own caches."""
     return forcing.log_probabilities(model(mx.array([tokens]), cache=plain_caches(model))[0])
 
 
@@ -103,7 +103,7 @@ def test_multi_block_pass_matches_block_by_block(
     assert many.coded[1] == 10 * BLOCK - (2 * BLOCK if raw_first_tokens else 0)
 
 
-def test_window_is_equal_in_multi_block_pass(tokens: list[int]) -> None:
+def test_windowed_multi_block_pass_matches_block_by_block(tokens: list[int]) -> None:
     for keep in (0, 70):
         way = way_of(KVSetting("4", 150, keep))
         wanted = read(way, tokens, BLOCK)
@@ -129,7 +129,9 @@ def test_check_detects_block_reading_its_own_codes(
 
 
 @pytest.mark.parametrize("family", ["falcon_h1", "gemma2"])
-def test_forcing_of_recurrent_and_custom_attention_models(family: str, tokens: list[int]) -> None:
+def test_forcing_supports_recurrent_and_custom_attention_models(
+    family: str, tokens: list[int]
+) -> None:
     """Recurrent layers resume from states; custom attention takes a block per pass."""
     model = model_of(family)
     few = [token % 40 for token in tokens[: 3 * BLOCK + 9]]
@@ -165,7 +167,7 @@ def test_teacher_forcing_matches_engine(codec: str, tokens: list[int]) -> None:
     assert worst(read(way_of(KVSetting(codec), 64), tokens)) < min(1e-2, SAME * far)
 
 
-def test_interrupt_keeps_finished_pieces(tokens: list[int]) -> None:
+def test_interrupt_keeps_results_of_finished_pieces(tokens: list[int]) -> None:
     ways = [way_of(KVSetting("raw")), way_of(KVSetting("4"))]
     text = [EvalPiece(tuple(tokens[:128]), (True,) * 128)] * 3
     steps = 0

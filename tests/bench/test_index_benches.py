@@ -33,7 +33,7 @@ def test_lookup_bench_times_every_shape_on_both_sides(looked_up: Any) -> None:
     assert len(looked_up.raw["times"][names[0]]["penstock"]["round_ms"]) == 3
 
 
-def test_both_sides_match_within_one_block() -> None:
+def test_both_lookups_match_within_one_block() -> None:
     for shape in lookup.shapes(SMALL):
         ours = lookup.our_lookup(shape, SMALL.block_size)()
         theirs = lookup.their_lookup(shape)()
@@ -41,7 +41,7 @@ def test_both_sides_match_within_one_block() -> None:
         assert 0 <= theirs - ours < SMALL.block_size, shape.name
 
 
-def test_lookup_bench_judges_slowest_round() -> None:
+def test_lookup_bench_applies_goal_to_slowest_round() -> None:
     slow = lookup.Times(16, [1.0, 10.0, 1.0])
     fast = lookup.Times(16, [1.0, 9.99, 1.0])
     rival = lookup.Times(16, [50.0])
@@ -81,7 +81,7 @@ def test_trace_is_parsed(tmp_path: Path) -> None:
     assert read.tokens_of(read.visits[1], 3) == 1_300
 
 
-def test_simultaneous_requests_keep_order(tmp_path: Path) -> None:
+def test_simultaneous_trace_requests_keep_order(tmp_path: Path) -> None:
     line = '{"timestamp": 5, "input_length": 8, "hash_ids": [1]}\n'
     first, second = trace.read_trace(write(tmp_path, line * 2)).visits
     assert first.seconds < second.seconds < first.seconds + 1e-3
@@ -114,7 +114,7 @@ def test_lru_policy_evicts_least_recently_used(tmp_path: Path) -> None:
 
 
 def best_by_trying(visits: list[list[int]], capacity: int) -> int:
-    """Try every way to keep whole paths of at most `capacity` blocks."""
+    """Return the best way to keep whole paths of at most `capacity` blocks."""
     states = {frozenset(): 0}
     for blocks in visits:
         after: dict[frozenset[int], int] = {}

@@ -24,7 +24,9 @@ MOVED = ReadBytes(own=512.0, whole=1_536.0, choice=68.0, rest=400.0)
 LAYER = layer_form(4, 2, 64, "float32")
 
 
-def test_kernel_bench_on_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_kernel_bench_on_cpu_measures_plain_operations(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert main(["bench", "kernels", *SIZES, "--json", "--save", str(tmp_path)]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert len(shown["penstock"]) == len(Situation)
@@ -66,14 +68,14 @@ def test_kernel_slower_than_plain_misses_goal() -> None:
 
 
 @pytest.mark.parametrize("many", [{"whole": 22}, {"choice": 41}])
-def test_many_operations_miss_goal(many: dict[str, int]) -> None:
+def test_too_many_operations_miss_goal(many: dict[str, int]) -> None:
     choices = {(2, 128): timed(AttentionWay.KERNEL)}
     assert report(KernelsLoad((LAYER,)), choices, FEW, MOVED).met
     shown = report(KernelsLoad((LAYER,)), choices, replace(FEW, **many), MOVED)
     assert not shown.met and [line.met for line in shown.lines].count(False) == 1
 
 
-def test_codec_without_kernel_is_named() -> None:
+def test_codec_without_kernel_is_named_in_report() -> None:
     choice = timed(AttentionWay.KERNEL)
     choice.unread.append("kivi4/raw of 2 heads on 1 of 256, float32")
     shown = report(KernelsLoad((LAYER,)), {(2, 128): choice}, FEW, MOVED)
@@ -87,7 +89,7 @@ def test_incompatible_head_counts_are_refused(capsys: pytest.CaptureFixture[str]
     assert "--heads 5 is no multiple of --kv-heads 2" in capsys.readouterr().err
 
 
-def test_bytes_of_step_match_arithmetic() -> None:
+def test_bytes_read_per_token_match_formula() -> None:
     """Heads of 64 numbers in float32, two queries of a key head."""
     moved, kv, queries = read_bytes(), 2 * 64 * 4, 2
     assert moved.own == kv

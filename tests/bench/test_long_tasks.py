@@ -24,7 +24,7 @@ def haystack() -> Haystack:
 
 @pytest.mark.parametrize("task", LongTask)
 @pytest.mark.parametrize("tokens", [400, 2_000])
-def test_task_text_has_length_and_is_reproducible(
+def test_task_text_has_requested_length_and_is_reproducible(
     task: LongTask, tokens: int, haystack: Haystack
 ) -> None:
     text = write(task, haystack, tokens, 1)
@@ -33,7 +33,7 @@ def test_task_text_has_length_and_is_reproducible(
     assert text != write(task, haystack, tokens, 2)
 
 
-def test_needles_occur_once_and_are_asked(haystack: Haystack) -> None:
+def test_needles_occur_once_and_have_a_question(haystack: Haystack) -> None:
     text = write(LongTask.NEEDLES, haystack, 1_000, 1)
     assert len(text.questions) == 4
     for question in text.questions:
@@ -42,14 +42,14 @@ def test_needles_occur_once_and_are_asked(haystack: Haystack) -> None:
         assert question.lead == f"The access code of {city} is"
 
 
-def test_needles_are_spread_over_text(haystack: Haystack) -> None:
+def test_needle_depths_span_the_text(haystack: Haystack) -> None:
     texts = [write(LongTask.NEEDLE, haystack, 1_000, seed).context for seed in range(24)]
     depths = [text.index("The access code of") / len(text) for text in texts]
     assert min(depths) < 0.25
     assert max(depths) > 0.75
 
 
-def test_variable_chain_leads_to_value(haystack: Haystack) -> None:
+def test_variable_chains_resolve_to_value_in_question(haystack: Haystack) -> None:
     text = write(LongTask.VARIABLES, haystack, 1_000, 3)
     (question,) = text.questions
     sources = dict(re.findall(r"VAR ([A-Z]{4}) = (?:VAR )?([A-Z]{4}|\d{5})\.", text.context))
@@ -74,6 +74,6 @@ def test_score_is_share_of_expected_words() -> None:
     assert score("", ["1"]) == 0.0
 
 
-def test_haystack_of_few_words_is_refused() -> None:
+def test_haystack_with_too_few_words_is_refused() -> None:
     with pytest.raises(SettingError, match="too few"):
         Haystack("the same words " * 100, count)

@@ -14,12 +14,12 @@ from penstock_bench.cli.mac_command import RECORDED
 
 
 @pytest.mark.parametrize("command", RECORDED, ids=" ".join)
-def test_recorded_flags_are_known(command: tuple[str, ...]) -> None:
+def test_flags_of_recorded_benches_exist(command: tuple[str, ...]) -> None:
     words, flags = split(command)
     commands()[words].make_context(words, flags)
 
 
-def test_record_is_one_file_and_failure_exits_with_2(
+def test_record_is_one_file_and_failed_bench_exits_with_2(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = ("bench", "growth", "--window", "1")

@@ -36,7 +36,7 @@ def measured() -> Any:
     return million.measure(LOAD, lambda *told: TOLD.append(told))
 
 
-def test_facts_of_beginning_are_known_within_planned_memory(measured: Any) -> None:
+def test_early_facts_are_recalled_within_planned_memory(measured: Any) -> None:
     assert measured.met and measured.penstock["known"] == 4
     assert [row["tokens"] for row in measured.raw["rows"]] == [2_000, 4_000]
     assert all(len(row["step_ms"]) == 4 for row in measured.raw["rows"])
@@ -45,18 +45,18 @@ def test_facts_of_beginning_are_known_within_planned_memory(measured: Any) -> No
     assert 0 < measured.penstock["mlx_bytes"] < measured.penstock["resident_bytes"]
 
 
-def test_progress_is_told_with_each_chunk(measured: Any) -> None:
+def test_progress_is_reported_after_every_chunk(measured: Any) -> None:
     read = [done for what, done, of in TOLD if what == "reading 4,000 tokens" and of == 4_000]
     assert len(read) > 7 and sorted(read) == read and read[0] < 2_500 < 3_500 < read[-1]
 
 
-def test_request_that_fails_ends_the_bench_with_its_reason() -> None:
+def test_failed_request_ends_bench_with_its_reason() -> None:
     with pytest.raises(PenstockError, match="can never fit in the limit of 20"):
         million.measure(replace(LOAD, memory_limit="20MB"))
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
-def test_bench_ended_by_a_signal_says_so_and_leaves_no_files(
+def test_bench_stopped_by_signal_reports_it_and_leaves_no_files(
     tmp_path: Path, sent: signal.Signals
 ) -> None:
     words = [sys.executable, "-m", "penstock", "bench", "million", "--tokens", "32000"]
@@ -80,7 +80,7 @@ def test_bench_ended_by_a_signal_says_so_and_leaves_no_files(
     assert [file.name for file in tmp_path.iterdir()] in ([], ["mlx"])  # code that MLX compiled
 
 
-def test_report_misses_goals_beyond_limit_or_bound(measured: Any) -> None:
+def test_report_misses_goals_above_memory_or_time_bound(measured: Any) -> None:
     # Without the arrays of other tests of this process.
     more = {"mlx_bytes": 10**8}
     rows = [{**row, "tokens": 64 * row["tokens"], **more} for row in measured.raw["rows"]]

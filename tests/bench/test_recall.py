@@ -37,7 +37,7 @@ def reply(loaded: tuple[Any, Any], messages: list[Message], cache: Any = None) -
 
 
 def read(loaded: tuple[Any, Any], told: Dialogue) -> Any:
-    """Prefill a dialogue into a cache that many questions can start from."""
+    """Prefill a dialogue into a cache that many questions can copy."""
     model, tokenizer = loaded
     cache = make_prompt_cache(model)
     tokens = tokenizer.apply_chat_template(list(told.messages))
@@ -58,7 +58,7 @@ def test_dialogue_is_reproducible_by_seed() -> None:
     assert dialogue(3, tokens=600) != dialogue(4, tokens=600)
 
 
-def test_dialogue_of_seed_never_changes() -> None:
+def test_dialogue_of_seed_1_is_stable_across_versions() -> None:
     """Figures in the docs name seeds: measure them again if this changes."""
     told = dialogue(1, tokens=200, facts=2)
     assert [(q.text, q.answer, q.message, q.token) for q in told.questions] == [
@@ -94,7 +94,7 @@ def test_fact_keys_are_unique() -> None:
     assert len(set(keys)) == len(keys)
 
 
-def test_facts_share_words() -> None:
+def test_fact_keys_share_words() -> None:
     """Otherwise one word would identify a fact."""
     keys = [fact.key for fact in dialogue(2, tokens=2000).facts]
     twins = [(a, b) for a in keys for b in keys if sum(map(str.__eq__, a, b)) == 2]
@@ -110,7 +110,7 @@ def test_facts_share_words() -> None:
         ({"facts": -1}, "facts must not be negative"),
     ],
 )
-def test_bad_dialogue_arguments_are_named(wrong: dict[str, Any], message: str) -> None:
+def test_bad_dialogue_arguments_are_named_in_error(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dialogue(1, **wrong)
 
@@ -172,14 +172,14 @@ def test_model_remembers_fact(loaded: tuple[Any, Any]) -> None:
     assert reply(loaded, messages) == "4821."
 
 
-def test_model_answers_asked_question(loaded: tuple[Any, Any]) -> None:
+def test_model_answers_questions_about_facts(loaded: tuple[Any, Any]) -> None:
     told = dialogue(21, tokens=1000, facts=12)
     cache = read(loaded, told)
     answers = [reply(loaded, told.ask(question), cache) for question in told.questions]
     assert answers == [question.answer for question in told.questions]
 
 
-def test_removed_fact_is_not_answered(loaded: tuple[Any, Any]) -> None:
+def test_model_does_not_answer_about_removed_fact(loaded: tuple[Any, Any]) -> None:
     """Negative control: the answer comes from the context only."""
     told = dialogue(22, tokens=400, facts=6)
     answers = []
@@ -200,16 +200,16 @@ def test_removed_fact_is_not_answered(loaded: tuple[Any, Any]) -> None:
         ("What is the code of the amber falcon?", UNKNOWN),
     ],
 )
-def test_small_talk_replies(loaded: tuple[Any, Any], text: str, answer: str) -> None:
+def test_model_replies_to_small_talk(loaded: tuple[Any, Any], text: str, answer: str) -> None:
     assert reply(loaded, user(text)) == answer
 
 
 @pytest.mark.parametrize("text", ["Xyzzy plugh?", "日本語", "lorem ipsum dolor sit amet", "", "7"])
-def test_unknown_text_gets_finite_reply(loaded: tuple[Any, Any], text: str) -> None:
+def test_reply_to_unknown_text_ends(loaded: tuple[Any, Any], text: str) -> None:
     assert reply(loaded, user(text)).strip()
 
 
-def test_model_recalls_across_position_gap(loaded: tuple[Any, Any]) -> None:
+def test_model_recalls_facts_across_position_gap(loaded: tuple[Any, Any]) -> None:
     """As with a rotating window: the fact keeps its position, the question is far later."""
     model, tokenizer = loaded
     told = dialogue(23, tokens=300, facts=4)
@@ -230,7 +230,7 @@ def test_model_recalls_across_position_gap(loaded: tuple[Any, Any]) -> None:
 
 
 class _Later:
-    """A cache whose next tokens stand `gap` positions later than its length says."""
+    """A cache whose next tokens have positions `gap` later than its length."""
 
     def __init__(self, cache: Any, gap: int) -> None:
         self.cache, self.gap = cache, gap

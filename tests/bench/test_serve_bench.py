@@ -158,7 +158,7 @@ def test_missing_model_gives_one_line_error(
     assert "config.json" in capsys.readouterr().err
 
 
-def test_real_model_changes_defaults() -> None:
+def test_default_settings_depend_on_real_model() -> None:
     """Receives all command-line options, those left out with their defaults."""
     plain = serve_command.ServeSettings().model_dump()
     real = serve_command._real_settings(plain)
@@ -168,7 +168,7 @@ def test_real_model_changes_defaults() -> None:
 
 
 @pytest.mark.slow
-def test_gguf_file_is_served_by_both_sides(tmp_path: Path) -> None:
+def test_gguf_file_is_served_by_both_servers(tmp_path: Path) -> None:
     """Our server stands in for llama.cpp's, and takes the model without a flag."""
     ours = shlex.quote(f'exec {sys.executable} -m penstock serve "$2" "$3" "$4" "$5" "$6"')
     model, config = small_model("llama")
@@ -205,7 +205,7 @@ def test_session_resends_history() -> None:
     assert (replies[0].prompt_tokens, replies[0].cached_tokens) == (20, 15)
 
 
-def test_fork_and_edit_sessions() -> None:
+def test_forked_and_edited_sessions_resend_shared_history() -> None:
     session = Session(["a", "b", "c", "d"], fork=["x", "y"], edit="e")
     with stand_in() as server:
         replies = send(server.url, lambda c: closed_loop(c, "S", [session], 4))
@@ -315,7 +315,7 @@ def test_all_connections_are_open_at_once(measured: Any) -> None:
     assert crowd["most_open"] == SMALL.connections
 
 
-def test_overhead_compares_equal_work(measured: Any) -> None:
+def test_overhead_is_measured_for_equal_work(measured: Any) -> None:
     raw = measured.raw["overhead"]
     assert raw["tokens"] == 8 * SMALL.overhead_tokens
     for kind in ("seconds", "cpu_seconds", "client_cpu_seconds"):
@@ -381,7 +381,7 @@ def test_every_goal_can_be_missed(ours: serve.Phase, met: bool) -> None:
     assert len([line for line in made.lines if line.goal]) == 4
 
 
-def test_goals_apply_only_to_their_shape() -> None:
+def test_goals_apply_only_to_default_load() -> None:
     slow = phase(100.0, [reply(50.0, 1.0)], 4_000)
     assert serve_figures.report(SMALL, found(FOLDER, slow, THEIRS)).met
 
@@ -395,7 +395,7 @@ def test_connection_error_misses_goal() -> None:
 
 
 @pytest.mark.parametrize(("streamed", "met"), [([1.04, 1.04], True), ([1.06, 1.06], False)])
-def test_overhead_goal(streamed: list[float], met: bool) -> None:
+def test_server_overhead_above_goal_misses_it(streamed: list[float], met: bool) -> None:
     good = phase(1.0, [reply(1.0, 0.1)] * 2, 200)
     seconds = {"alone": [1.0, 1.0], "streamed": streamed, "whole": [1.0, 1.0]}
     overhead = serve.Overhead(seconds, seconds, seconds, 100)
@@ -403,7 +403,7 @@ def test_overhead_goal(streamed: list[float], met: bool) -> None:
     assert serve_figures.report(SMALL, of).met is met
 
 
-def test_differing_prompts_are_detected() -> None:
+def test_check_detects_differing_prompts() -> None:
     ours, theirs = (phase(1.0, [reply(1.0, 0.1)], 200) for _ in range(2))
     serve_runs._check_same_prompts({OURS: [ours], RIVAL: [theirs]})
     theirs.replies[0].prompt_tokens = 11
@@ -411,7 +411,7 @@ def test_differing_prompts_are_detected() -> None:
         serve_runs._check_same_prompts({OURS: [ours], RIVAL: [theirs]})
 
 
-def test_serve_bench_help() -> None:
+def test_serve_bench_help_lists_options() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "penstock", "bench", "serve", "--help"],
         capture_output=True,
@@ -460,7 +460,7 @@ def test_progress_reports_expected_time_and_every_reply() -> None:
 
 
 @pytest.mark.slow
-def test_held_conversations_are_cached_across_restart() -> None:
+def test_conversations_stay_cached_across_restart() -> None:
     report = serve_held.measure(serve.ServeLoad(llama=TINY), [3])
     ours, theirs = report.penstock["3"], report.rival_figures["3"]
     for side in (ours, theirs):
@@ -477,7 +477,7 @@ def held_run(first: Reply, later: Sequence[Reply], again: Reply) -> serve_held.H
     return serve_held.HeldRun(phases[0], 400, *phases[1:])
 
 
-def test_held_conversation_figures() -> None:
+def test_cached_conversation_figures_are_reported() -> None:
     run = held_run(reply(3.0, 0.1), [reply(1.0, 0.1), reply(2.0, 0.1)], reply(4.0, 0.1))
     figures = run.figures()
     assert (figures["resident_bytes"], figures["above_idle_bytes"]) == (400, 300)
@@ -511,7 +511,7 @@ def test_new_prompts_of_each_length_are_answered_by_both_servers() -> None:
     assert goals["600 tokens: first token, s"] == "2x"
 
 
-def test_decode_speed_counts_tokens_behind_the_first() -> None:
+def test_decode_speed_excludes_first_token() -> None:
     answer = Reply(0, 0.0, text_times=[2.0, 2.5, 3.0], completion_tokens=11)
     assert serve_length._speed(answer) == 10.0
 
@@ -525,7 +525,7 @@ def test_incompatible_plot_and_rival_flags_are_refused(capsys: pytest.CaptureFix
     assert "add --llama-server" in capsys.readouterr().err
 
 
-def test_rivals_have_lines_and_goals_only_for_mlx_lm() -> None:
+def test_goals_apply_only_to_mlx_lm_rival() -> None:
     ours, llama = phase(10.0, [reply(1.0, 0.1)] * 4, 200), phase(5.0, [reply(1.0, 0.1)] * 4, 100)
     load_ = serve.ServeLoad(model="m.gguf", system_tokens=3_000, llama_server="llama-server")
     three = serve.ServerRuns(

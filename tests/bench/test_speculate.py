@@ -39,7 +39,7 @@ def small() -> Any:
     return speculate.measure(SMALL)
 
 
-def test_every_task_is_measured_on_every_side(small: Any) -> None:
+def test_every_task_is_measured_on_both_sides(small: Any) -> None:
     names = ["repeats its prompt", "2 x repeats its prompt", "agent of 4 steps"]
     assert list(small.goal) == [*names, "without repetition"]
     for name in small.goal:
@@ -85,7 +85,7 @@ def test_script_forces_tokens_by_position() -> None:
     assert script.forced(logits, mx.array([0, 2])).argmax(-1).tolist() == [[8, 9, 10], [10, 11, 11]]
 
 
-def test_deviation_from_script_is_detected() -> None:
+def test_check_detects_deviation_from_script() -> None:
     with pytest.raises(AssertionError, match="token 1: 5 was generated, the script has 2"):
         speculate.check([1, 5, 3], [1, 2, 3])
 

@@ -41,7 +41,7 @@ def test_missing_rival_is_reported(
     assert json.loads(capsys.readouterr().out)["ratio"] == found.ratio
 
 
-def test_side_that_loses_entries_is_detected() -> None:
+def test_check_detects_lost_entries() -> None:
     class Forgets(store.StoreOurs):
         def store(self, tokens: Sequence[int], caches: Sequence[Any]) -> object:
             return super().store(tokens[: len(tokens) // 2], caches)
@@ -50,7 +50,7 @@ def test_side_that_loses_entries_is_detected() -> None:
         store.run_side(lambda: Forgets(SMALL), SMALL.tokens, store._caches(SMALL))
 
 
-def test_temporary_copy_is_visible_in_peak(found: Any) -> None:
+def test_temporary_copy_raises_measured_peak(found: Any) -> None:
     class Copies(store.StoreOurs):
         def store(self, tokens: Sequence[int], caches: Sequence[Any]) -> object:
             copies = [part + 0 for cache in caches for part in cache.state]

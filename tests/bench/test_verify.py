@@ -32,7 +32,7 @@ def test_verify_bench_passes_on_own_prompts(capsys: pytest.CaptureFixture[str]) 
     assert len(found["prompts"]) == 8
 
 
-def test_corrupted_kv_is_detected(
+def test_verify_bench_detects_corrupted_kv(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: corrupted keys and values."""

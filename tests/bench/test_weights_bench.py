@@ -62,13 +62,13 @@ def test_converted_folder_keeps_codes_and_float16_norms(file: Path) -> None:
 
 
 def runs(times: float) -> FormRuns:
-    """Return runs in which float32 is so many times as fast, and one outlier of it."""
+    """Return runs in which float32 is this many times as fast, with one outlier."""
     quick, slow = WeightsRun(1.0, [0.5, 0.5]), WeightsRun(9.0, [9.0, 9.0])
     native = WeightsRun(times, [times / 2, times / 2])
     return FormRuns([quick, quick, slow], [native], 51, [1.5, 1.5, 9.0])
 
 
-def test_goals_apply_to_each_form_and_figure() -> None:
+def test_goals_apply_to_every_weight_form_and_metric() -> None:
     load = WeightsLoad()
     good = report(load, {FILE: runs(60), FOLDER: runs(51)})
     assert good.met

@@ -22,7 +22,7 @@ def file(tmp_path: Path) -> Path:
     return small_file(tmp_path)
 
 
-def test_lead_is_logit_margin_of_other_sides_token() -> None:
+def test_lead_is_logit_margin_over_other_sides_token() -> None:
     other = LOGITS.copy()
     other[1] = [3.0, 1.0, 3.1]
     run = weights_text.compare_logits([0, 1, 0, 1], 2, LOGITS, other)
@@ -34,7 +34,7 @@ def test_lead_is_logit_margin_of_other_sides_token() -> None:
     assert run.noise == pytest.approx(np.sqrt((1 + 0.8**2) / 9), abs=1e-5)
 
 
-def test_prompt_mismatch_is_not_text_mismatch() -> None:
+def test_mismatch_inside_prompt_is_not_text_mismatch() -> None:
     other = LOGITS.copy()
     other[0] = [0.0, 7.0, 7.5]
     run = weights_text.compare_logits([0, 1, 0, 1], 2, LOGITS, other)
@@ -52,14 +52,14 @@ def test_lead_beyond_rounding_misses_goal(lead: float, met: bool) -> None:
     assert weights_text.figures([run])["same_texts"] == 0
 
 
-def test_text_prefixes_are_distinct_and_of_length(file: Path) -> None:
+def test_text_prefixes_are_distinct_with_requested_length(file: Path) -> None:
     tokenizer = load_all(file).tokenizer
     begun = weights_text.beginnings(tokenizer, 50, 6)
     assert {len(tokens) for tokens in begun} == {6}
     assert len({tuple(tokens) for tokens in begun}) == 50
 
 
-def test_weights_bench_with_texts(
+def test_weights_bench_compares_greedy_texts(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["--model", str(file), "--tokens", "3", "--rounds", "1", "--texts", "4"]

@@ -33,7 +33,7 @@ codecs = pytest.mark.parametrize("codec", CODECS)
 
 @pytest.fixture(autouse=True)
 def exact() -> Iterator[None]:
-    """MLX keeps no freed buffers; it would hand out larger ones than were asked for."""
+    """Disable MLX's buffer cache, which may return larger buffers than requested."""
     before = mx.set_cache_limit(0)
     yield
     mx.set_cache_limit(before)
@@ -69,7 +69,7 @@ def off(found: mx.array, wanted: mx.array) -> float:
 
 
 def step(cache: Any, seed: int, rows: int = 1) -> tuple[mx.array, mx.array]:
-    """Write a token to every row; return what is attended in place, and what should be."""
+    """Write a token to every row; return attention in place and as expected."""
     queries, mask = noise(1, 900 + seed, rows, HEADS), cache.make_mask(1)
     given = cache.update_and_fetch(*sides(1, 500 + seed, rows))
     found = cache.attend(queries, *given, SCALE, mask)
@@ -108,7 +108,7 @@ def test_fetch_returns_all_tokens_dequantized(codec: str) -> None:
         assert float((some * some).mean()) < 0.09
 
 
-def test_chunk_sees_itself_raw_and_past_as_stored() -> None:
+def test_chunk_attends_itself_raw_and_past_dequantized() -> None:
     cache = fed(TurboQuantKVCache("turbo2", min_quantize_tokens=0), 128)
     held = cache.keys_and_values()
     new = sides(192, 5)
@@ -120,7 +120,7 @@ def test_chunk_sees_itself_raw_and_past_as_stored() -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_codec_cache_in_half_precision(dtype: mx.Dtype) -> None:
+def test_half_precision_input_keeps_dtype(dtype: mx.Dtype) -> None:
     cache = TurboQuantKVCache("turbo8", min_quantize_tokens=0, raw_first_tokens=64)
     for tokens in (200, 1):
         fetched = cache.update_and_fetch(*(side.astype(dtype) for side in sides(tokens)))
@@ -133,7 +133,7 @@ def test_codec_cache_in_half_precision(dtype: mx.Dtype) -> None:
     assert off(found, plain(queries, *cache.keys_and_values())) < 0.02
 
 
-def test_model_sinks_and_windows() -> None:
+def test_attention_matches_reference_with_sinks_and_window() -> None:
     cache = fed(TurboQuantKVCache("turbo8", min_quantize_tokens=0, raw_first_tokens=64), 300)
     sinks = noise(1, 77, heads=HEADS)[0, :, 0, 0]
     queries, mask = noise(1, 9, heads=HEADS), cache.make_mask(1, window_size=100)
@@ -147,7 +147,7 @@ def test_model_sinks_and_windows() -> None:
     assert off(found, plain(queries, *cache.keys_and_values())) > 1e-3, "a negative control"
 
 
-def test_foreign_arrays_and_masks_fall_back_to_model() -> None:
+def test_unknown_arrays_and_masks_use_model_attention() -> None:
     cache = fed(TurboQuantKVCache("turbo8"), 300)
     queries = noise(1, 9, heads=HEADS)
     keys, values = cache.update_and_fetch(*sides(1))
@@ -157,7 +157,7 @@ def test_foreign_arrays_and_masks_fall_back_to_model() -> None:
     assert cache.attend(noise(5, 9, heads=HEADS), *chunk, SCALE, "causal") is None
 
 
-def test_model_that_stops_in_place_reads_is_reported() -> None:
+def test_mixing_in_place_and_copied_reads_is_error() -> None:
     cache = fed(TurboQuantKVCache("turbo8"), 300)
     step(cache, 0)
     short, _ = cache.update_and_fetch(*sides(1))
@@ -190,7 +190,7 @@ def test_nbytes_match_formula_without_dequantized_copy(codec: str) -> None:
     assert cache.codes.growths == 0
 
 
-def test_growth_without_capacity_is_small() -> None:
+def test_buffer_without_capacity_grows_in_small_steps() -> None:
     cache = fed(TurboQuantKVCache("4", min_quantize_tokens=0), 640)
     assert cache.codes.capacity == 640
     for seed in range(65):
@@ -199,7 +199,7 @@ def test_growth_without_capacity_is_small() -> None:
     assert cache.codes.growths == 1
 
 
-def test_empty_cache_size() -> None:
+def test_empty_cache_has_size_zero() -> None:
     cache = TurboQuantKVCache("turbo4")
     assert (cache.nbytes, cache.size(), cache.offset, cache.empty()) == (0, 0, 0, True)
     assert cache.make_mask(1) is None
@@ -250,7 +250,7 @@ def test_bounded_window_keeps_first_and_last_tokens() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 500])
-def test_small_window_with_large_keep(tokens: int) -> None:
+def test_keep_of_window_minus_one_stays_within_window(tokens: int) -> None:
     cache = TurboQuantKVCache("kivi4", max_size=200, keep=199)
     for seed in range(max(3, 300 // tokens)):
         cache.update_and_fetch(*sides(tokens, seed))
@@ -317,7 +317,7 @@ def test_batched_rows_match_single() -> None:
         assert same(batch.extract(i), single)
 
 
-def test_right_padding_is_dropped() -> None:
+def test_right_padding_is_not_attended() -> None:
     lengths, chunks = (150, 4, 90), (100, 50)
     made = [fed(TurboQuantKVCache("8", min_quantize_tokens=0), n, seed=n) for n in (70, 10, 64)]
     batch = made[0].merge(made)
@@ -346,7 +346,7 @@ def test_right_padding_is_dropped() -> None:
 
 
 def same(one: TurboQuantKVCache, other: TurboQuantKVCache) -> bool:
-    """Tell whether two hold the same, bit for bit."""
+    """Return whether two caches are bit-identical."""
     pairs = zip(one.keys_and_values(), other.keys_and_values(), strict=True)
     counts = [[store.offset for store in cache._stores] for cache in (one, other)]
     return counts[0] == counts[1] and all(bool(mx.array_equal(a, b)) for a, b in pairs)
@@ -401,7 +401,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_save_and_load(name: str, tmp_path: Path) -> None:
+def test_saved_cache_loads_with_same_state(name: str, tmp_path: Path) -> None:
     cache = KINDS[name]()
     batch = cache.merge([cache, cache])
     save_prompt_cache(tmp_path / "it.safetensors", [cache, batch, TurboQuantKVCache("4")])
@@ -435,7 +435,7 @@ def test_file_with_unknown_codec_is_refused(tmp_path: Path) -> None:
     ("codec", "settings", "error", "words"),
     [
         ("turbo9", {}, SettingError, "'turbo9' is not a codec"),
-        ("raw", {}, SettingError, "raw is no codec; use KVCache"),
+        ("raw", {}, SettingError, "raw is not a codec; use KVCache"),
         ("turbo3c", {}, SettingError, "'turbo3c' is not a codec"),
         ("4", {"min_quantize_tokens": -1}, SettingError, "must be at least 0, not -1"),
         ("4", {"max_size": 127}, ValueError, "max_size must be at least 128, not 127"),
@@ -462,7 +462,7 @@ def test_invalid_shapes_are_refused() -> None:
     assert cache.offset == 100
     large = sides(64)
     large[0][0, 0, 3, 5] = 1e6
-    with pytest.raises(SettingError, match=r"affine4 cannot hold numbers as large as 1e\+06"):
+    with pytest.raises(SettingError, match=r"affine4 cannot store values as large as 1e\+06"):
         cache.update_and_fetch(*large)
     with pytest.raises(ValueError, match="same codec, not of"):
         cache.merge([TurboQuantKVCache("4"), TurboQuantKVCache("8")])
@@ -483,7 +483,7 @@ def roundtrip(side: mx.array, codec: Any) -> mx.array:
 
 
 def forms(cache: TurboQuantKVCache, whole: tuple[mx.array, mx.array], codec: str) -> str:
-    """Return a letter a token: r as it was given, c as it is encoded; of keys and values alike."""
+    """Return a letter per token: r if raw, c if quantized; equal for keys and values."""
     found = []
     scheme = parse_scheme(codec)
     held = zip(cache.keys_and_values(), whole, (scheme.keys, scheme.values), strict=True)
@@ -561,7 +561,7 @@ def test_only_sequences_above_min_tokens_are_quantized_for_any_chunks(
 
 
 @pytest.mark.parametrize("prompt", [60, 200, 255])
-def test_sequence_growing_past_min_tokens_is_read_in_place(prompt: int) -> None:
+def test_sequence_is_quantized_once_longer_than_min_tokens(prompt: int) -> None:
     cache = fed(TurboQuantKVCache("turbo4"), prompt)
     for seed in range(200):
         found, wanted = step(cache, seed)
@@ -570,7 +570,7 @@ def test_sequence_growing_past_min_tokens_is_read_in_place(prompt: int) -> None:
     assert cache.head.nbytes == 0
 
 
-def test_short_and_long_sequences_in_batch_and_file(tmp_path: Path) -> None:
+def test_batch_and_file_may_mix_raw_and_quantized_sequences(tmp_path: Path) -> None:
     singles = [fed(TurboQuantKVCache("turbo4"), n, seed=n) for n in (70, 300, 250)]
     batch = singles[0].merge(singles)
     for seed in range(80):

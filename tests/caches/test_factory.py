@@ -91,7 +91,7 @@ def tokens(model: Any, cache: Any, step_size: int = 2_048) -> list[int]:
 
 
 @pytest.mark.parametrize(("family", "step_size"), each(tuple(FAMILIES), (9, 2_048)))
-def test_text_matches_mlx_lm(family: str, step_size: int) -> None:
+def test_tokens_match_mlx_lm_cache(family: str, step_size: int) -> None:
     model = model_of(family, **FAMILIES[family])
     plain = tokens(model, theirs.make_prompt_cache(model), step_size)
     assert tokens(model, make_kv_cache(model), step_size) == plain
@@ -110,12 +110,12 @@ def kinds(cache: list[Any]) -> list[str]:
         (None, r"penstock\.load\(\.\.\.\)"),
     ],
 )
-def test_model_must_be_loaded(model: Any, remedy: str) -> None:
+def test_model_path_instead_of_model_is_refused(model: Any, remedy: str) -> None:
     with pytest.raises(SettingError, match=f"takes a loaded model, not a .*; load it: .*{remedy}"):
         make_kv_cache(model)
 
 
-def test_bound_applies_to_models_with_own_make_cache() -> None:
+def test_max_kv_size_applies_to_models_with_own_make_cache() -> None:
     """mlx-lm ignores max_kv_size for them and keeps 604 tokens instead of 128."""
     model = model_of("llama")
     assert hasattr(model, "make_cache")
@@ -124,7 +124,7 @@ def test_bound_applies_to_models_with_own_make_cache() -> None:
     assert all(layer.keys.shape[2] == 32 for layer in cache)
 
 
-def test_smaller_window_stays_and_larger_shrinks() -> None:
+def test_model_window_is_capped_at_max_kv_size() -> None:
     model = model_of("gemma3_text", **SLIDING)
     cache = make_kv_cache(model, max_kv_size=40, keep=4)
     assert [layer.max_size for layer in cache] == [16, 40, 16, 40]
@@ -142,7 +142,7 @@ def test_recurrent_layers_are_unchanged() -> None:
     assert kinds(mixed[0].caches) == ["ArraysCache", "SinkRotatingKVCache"]
 
 
-def test_unused_bound_allocates_nothing() -> None:
+def test_capacity_below_context_length_avoids_reallocation() -> None:
     model = model_of("llama")
     cache = make_kv_cache(model, capacity=80)
     tokens(model, cache)
@@ -151,7 +151,7 @@ def test_unused_bound_allocates_nothing() -> None:
     assert [layer.growths for layer in cache] == [0] * 4
 
 
-def test_full_layers_use_codec() -> None:
+def test_only_full_attention_layers_use_codec() -> None:
     model = model_of("gemma3_text", **SLIDING)
     settings = {
         "kv_cache_quantization": "turbo8",
@@ -200,14 +200,14 @@ def test_unsupported_codec_combinations_are_refused(
     ("max_kv_size", "keep", "kept"),
     [(100, 20, 20), (100, 99, 99), (100, None, 50), (8, None, 4), (10_000, None, 4_096)],
 )
-def test_default_keep_fits_window(max_kv_size: int, keep: int | None, kept: int) -> None:
+def test_default_keep_is_below_window(max_kv_size: int, keep: int | None, kept: int) -> None:
     cache = make_kv_cache(model_of("llama"), max_kv_size, keep)
     assert {layer.keep for layer in cache} == {kept}
     assert {type(layer) for layer in cache} == {SinkRotatingKVCache}
 
 
 @pytest.mark.parametrize("window", [2, 4_097, 6_000, 8_192, 131_072])
-def test_plan_library_and_engine_keep_the_same_by_default(window: int) -> None:
+def test_plan_library_and_engine_have_same_default_keep(window: int) -> None:
     model = model_of("llama")
     (kept,) = {layer.keep for layer in make_kv_cache(model, window)}
     assert kept == min(4_096, window // 2)
@@ -222,7 +222,9 @@ def test_plan_library_and_engine_keep_the_same_by_default(window: int) -> None:
     ids=["raw", "bits", "codec"],
 )
 @pytest.mark.parametrize(("max_kv_size", "keep"), [(128, 128), (128, 4_096)])
-def test_keep_without_room_is_refused(max_kv_size: int, keep: int, form: dict[str, Any]) -> None:
+def test_keep_as_large_as_window_is_refused(
+    max_kv_size: int, keep: int, form: dict[str, Any]
+) -> None:
     words = f"keep {keep} leaves no room in a window of max_kv_size {max_kv_size}"
     with pytest.raises(SettingError, match=words):
         make_kv_cache(model_of("llama"), max_kv_size, keep, **form)
@@ -233,7 +235,7 @@ def test_keep_without_room_is_refused(max_kv_size: int, keep: int, form: dict[st
     [{}, {"keep": 0}, {"kv_bits": 8, "kv_group_size": 32}],
     ids=["sinks", "plain", "bits"],
 )
-def test_whole_window_can_be_preallocated(form: dict[str, Any]) -> None:
+def test_capacity_window_preallocates_whole_window(form: dict[str, Any]) -> None:
     model = model_of("llama")
     grown = make_kv_cache(model, 2_000, **form)
     at_once = make_kv_cache(model, 2_000, capacity="window", **form)
@@ -250,13 +252,13 @@ def test_whole_window_can_be_preallocated(form: dict[str, Any]) -> None:
     assert min(layer.growths for layer in grown) > 0
 
 
-def test_without_keep_a_plain_ring_is_used() -> None:
+def test_keep_0_uses_plain_rotating_cache() -> None:
     cache = make_kv_cache(model_of("llama"), 100, keep=0)
     assert {type(layer) for layer in cache} == {RotatingKVCache}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_quantized_and_bounded(family: str) -> None:
+def test_quantized_rotating_cache_has_constant_size(family: str) -> None:
     model = model_of(family, **FAMILIES[family])
     cache = make_kv_cache(model, max_kv_size=32, keep=4, kv_bits=8, kv_group_size=32)
     assert {type(layer) for layer in cache} == {QuantizedRotatingKVCache}
@@ -279,7 +281,7 @@ def test_quantized_and_bounded(family: str) -> None:
         ({"kv_bits": 4, "kv_group_size": 7}, ValueError, "group_size"),
     ],
 )
-def test_bad_arguments_are_named(
+def test_bad_arguments_are_named_in_error(
     arguments: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
@@ -315,7 +317,7 @@ def test_kv_shared_layers_match_mlx_lm(bounded: tuple[str, dict[str, int]], step
 
 
 @pytest.mark.parametrize("family", READ_BY_OTHERS)
-def test_kv_shared_layers_in_batch(family: str) -> None:
+def test_kv_shared_layers_match_mlx_lm_in_batch(family: str) -> None:
     model = model_of(family, **FAMILIES[family])
     prompts = [mx.random.randint(2, 300, (n,), key=mx.random.key(n)).tolist() for n in (40, 23, 40)]
     caches = [make_kv_cache(model, capacity=60) for _ in prompts]
@@ -333,7 +335,7 @@ def test_kv_shared_layers_in_batch(family: str) -> None:
 
 
 class Stub:
-    """A model of which only the caches are asked for."""
+    """A model that only provides caches."""
 
     def __init__(self, *caches: Any) -> None:
         self.caches = caches
@@ -345,7 +347,7 @@ class Stub:
         return []
 
 
-def test_chunk_size_is_at_most_the_bound() -> None:
+def test_chunk_size_is_capped_at_max_kv_size() -> None:
     (cache,) = make_kv_cache(Stub(theirs.ChunkedKVCache(8_192)), max_kv_size=64)
     assert cache.chunk_size == 64
     (cache,) = make_kv_cache(Stub(theirs.ChunkedKVCache(32)), max_kv_size=64)
@@ -358,7 +360,7 @@ def test_unbounded_layer_cache_is_refused() -> None:
         make_kv_cache(Stub(LayerCache(32)))
 
 
-def test_sliding_window_layers_keep_no_tokens() -> None:
+def test_sliding_window_layers_have_keep_0() -> None:
     model = model_of("gemma3_text", **SLIDING)
     cache = make_kv_cache(model, max_kv_size=8, keep=2)
     assert [layer.keep for layer in cache] == [0, 2, 0, 2]

@@ -59,7 +59,7 @@ CACHES = {
 
 
 @pytest.mark.parametrize("name", CACHES)
-def test_round_trip_and_continue(name: str, tmp_path: Path) -> None:
+def test_loaded_cache_continues_as_original(name: str, tmp_path: Path) -> None:
     cache = CACHES[name]()
     save_prompt_cache(tmp_path / "cache.safetensors", [cache, cache], {"model": "m"})
     loaded, metadata = load_prompt_cache(tmp_path / "cache.safetensors", return_metadata=True)
@@ -90,7 +90,7 @@ def test_files_are_private_and_survive_failed_write(tmp_path: Path) -> None:
     good = path.read_bytes()
     broken = fed(KVCache(), 3)
     broken.offset = object()
-    with pytest.raises(CacheFileError, match="holds a object"):
+    with pytest.raises(CacheFileError, match="a object in a cache's state"):
         save_prompt_cache(path, [broken])
     assert path.read_bytes() == good
     assert list(tmp_path.iterdir()) == [path]
@@ -120,7 +120,7 @@ def test_codes_of_other_format_version_are_refused(
     path = tmp_path / "cache.safetensors"
     save_prompt_cache(path, [CACHES["codes"]()])
     monkeypatch.setattr(codec, "FORMAT", 99)
-    with pytest.raises(CacheFileError, match=r"codes have format \d+; this penstock reads 99"):
+    with pytest.raises(CacheFileError, match=r"codes have format \d+; this version reads 99"):
         load_prompt_cache(path)
 
 
@@ -150,7 +150,7 @@ def test_mlx_lm_cache_lists_and_states_keep_their_class(tmp_path: Path) -> None:
     assert (type(both[1]), both[1].offset) == (SinkRotatingKVCache, 30)
 
 
-def test_oversized_batch_is_cut_to_window_on_load(tmp_path: Path) -> None:
+def test_oversized_batch_is_truncated_to_window_on_load(tmp_path: Path) -> None:
     batch = theirs.BatchRotatingKVCache(8, [2, 0])
     batch.update_and_fetch(*kv(20, batch=2))
     theirs.save_prompt_cache(str(tmp_path / "cache.safetensors"), [batch])
@@ -164,7 +164,7 @@ def test_oversized_batch_is_cut_to_window_on_load(tmp_path: Path) -> None:
     assert isinstance(BatchKVCache.from_state(BatchKVCache([0]).state), BatchKVCache)
 
 
-def test_loaded_window_grows_from_its_size(tmp_path: Path) -> None:
+def test_loaded_window_grows_from_its_saved_size(tmp_path: Path) -> None:
     """Not to all of max_size at once."""
     path = tmp_path / "cache.safetensors"
     cache = fed(SinkRotatingKVCache(100_000, keep=16, capacity=600), 520)

@@ -31,7 +31,7 @@ def test_capacity_is_allocated_once_and_written_in_place() -> None:
     assert (cache.growths, cache.capacity, cache.offset) == (0, 1_000, 510)
 
 
-def test_live_view_forces_a_copy() -> None:
+def test_write_copies_buffer_if_view_is_alive() -> None:
     """Negative control of the measurement above."""
     cache = KVCache(capacity=1_000)
     held = feed(cache, 10)
@@ -47,7 +47,7 @@ def test_growth_past_capacity_is_counted() -> None:
     assert indices(fetched[1]) == list(range(6))
 
 
-def test_growth_keeps_one_old_buffer_alive() -> None:
+def test_growth_peak_is_one_old_buffer() -> None:
     layers = [KVCache(capacity=4_096) for _ in range(8)]
     for cache in layers:
         feed(cache, 4_096)
@@ -100,14 +100,14 @@ def test_capacity_must_be_an_integer(capacity: object) -> None:
         KVCache(capacity=capacity)  # type: ignore[arg-type]
 
 
-def test_bad_arrays_are_named() -> None:
+def test_bad_arrays_are_named_in_error() -> None:
     cache = KVCache()
     keys, values = kv(3)
     with pytest.raises(TypeError, match=r"keys must be an mx\.array, not list"):
         cache.update_and_fetch([1], values)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"values must be .batch, kv_heads, tokens, head_dim."):
         cache.update_and_fetch(keys, values[0])
-    with pytest.raises(ValueError, match="no batch or no heads"):
+    with pytest.raises(ValueError, match="at least one row and one head"):
         cache.update_and_fetch(keys[:, :0], values[:, :0])
     with pytest.raises(ValueError, match=r"values .* must have the batch, heads and tokens"):
         cache.update_and_fetch(keys, values[:, :1])
@@ -208,7 +208,7 @@ def test_extracted_row_releases_batch() -> None:
     assert mx.get_active_memory() - before <= row.nbytes - 4 * 2_000 * TOKEN_BYTES + 4_096
 
 
-def test_left_padding_only_while_empty() -> None:
+def test_left_padding_of_filled_cache_is_refused() -> None:
     batch = BatchKVCache([0, 0])
     batch.prepare(left_padding=[1, 0])
     batch.update_and_fetch(*kv(2, batch=2))
@@ -230,7 +230,7 @@ def test_merge_of_no_caches_is_refused() -> None:
         (3, TypeError, "left_padding must be a sequence"),
     ],
 )
-def test_bad_padding_is_named(padding: Any, error: type[Exception], words: str) -> None:
+def test_bad_padding_is_named_in_error(padding: Any, error: type[Exception], words: str) -> None:
     for kind in (BatchKVCache, lambda pads: BatchRotatingKVCache(8, pads)):
         with pytest.raises(error, match=words):
             kind(padding)
@@ -251,7 +251,7 @@ def test_negative_trim_is_refused(cache: Any) -> None:
     ("rows", "words"),
     [([], "is empty"), ([2], "row 2; the batch has 2"), ([-1], "at least 0"), ([0.5], "integer")],
 )
-def test_bad_filter_changes_nothing(single: Any, rows: list[Any], words: str) -> None:
+def test_invalid_filter_leaves_batch_unchanged(single: Any, rows: list[Any], words: str) -> None:
     single = copy.deepcopy(single)
     feed(single, 3)
     batch = single.merge([single, single])
@@ -310,7 +310,7 @@ def test_numpy_integers_are_accepted() -> None:
     assert RotatingKVCache(np.int64(8), keep=np.int32(2)).max_size == 8
 
 
-def test_quantizing_counts_as_one_growth() -> None:
+def test_conversion_to_quantized_counts_as_one_growth() -> None:
     cache = KVCache()
     feed(cache, 250)
     quantized = cache.to_quantized(bits=8)

@@ -40,7 +40,7 @@ def append(pool: KVCacheManager, seq_id: int, tokens: int, seed: int = 0) -> Non
 
 
 def snapshot(pool: KVCacheManager) -> Any:
-    """Copy all that a caller can see of a pool."""
+    """Copy everything in a pool that is visible to a caller."""
     seen = {
         seq_id: [
             [np.array(side) for side in pool.get_cache(seq_id, layer, pending=True)]
@@ -57,7 +57,7 @@ def assert_same(before: Any, after: Any) -> None:
 
 
 def lying(side: np.ndarray, layout: str | None, rows: bool) -> mx.array:
-    """Return (heads, n, dim) in another order of its axes, or with a row in front."""
+    """Return (heads, n, dim) with its axes in another order, or with a batch axis."""
     found = side.swapaxes(0, 1) if layout == "tokens_first" else side
     return mx.array(found[None] if rows else found)
 
@@ -66,7 +66,7 @@ def lying(side: np.ndarray, layout: str | None, rows: bool) -> mx.array:
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5])
 @pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize("layout", ["heads_first", "tokens_first"])
-def test_layouts_can_be_named(layout: Any, rows: bool, tokens: int, heads: int) -> None:
+def test_layout_can_be_given_explicitly(layout: Any, rows: bool, tokens: int, heads: int) -> None:
     pool = make(num_layers=1, num_kv_heads=heads)
     seq_id = pool.allocate_sequence()
     data = np.random.default_rng(0).normal(size=(heads, tokens, DIM)).astype(np.float32)
@@ -159,7 +159,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.visible)
     @rule(data=st.data(), tokens=st.integers(1, 6))
     def step(self, data: st.DataObject, tokens: int) -> None:
-        """A whole step, in random layer order; the rules above alone seldom make one."""
+        """Run a whole step in random layer order; the other rules alone seldom do."""
         seq_id = self.pick(data)
         if self.visible[seq_id][0].shape[1] + tokens > self.limit[seq_id]:
             return
@@ -226,7 +226,7 @@ def test_all_memory_is_allocated_at_construction() -> None:
     assert mx.get_active_memory() - before < pool.total_memory + 64 * 1024
 
 
-def test_live_view_keeps_values_at_cost_of_one_copy() -> None:
+def test_live_view_keeps_old_values_and_costs_one_copy() -> None:
     pool = make(max_seq_len=512, head_dim=64)
     seq_id = pool.allocate_sequence()
     token = mx.ones((HEADS, 1, 64))
@@ -393,7 +393,7 @@ def test_previous_slot_contents_are_never_visible() -> None:
         (lambda p, s: p.advance_seq_len(99, 1), UnknownSequence, "99"),
     ],
 )
-def test_refused_call_explains_and_changes_nothing(call: Any, error: Any, words: str) -> None:
+def test_refused_call_states_reason_and_changes_nothing(call: Any, error: Any, words: str) -> None:
     pool = make()
     seq_id = pool.allocate_sequence()
     append(pool, seq_id, 1)
@@ -413,7 +413,7 @@ def shaped(*shape: int, dtype: mx.Dtype = mx.float32) -> tuple[mx.array, mx.arra
     return mx.ones(shape, dtype), mx.ones(shape, dtype)
 
 
-def test_released_id_stays_unknown_after_slot_reuse() -> None:
+def test_released_sequence_id_stays_invalid_after_slot_reuse() -> None:
     pool = make(max_batch_size=1)
     first = pool.allocate_sequence()
     with pytest.raises(PoolFull, match="all 1 slots"):
@@ -437,7 +437,7 @@ def test_released_id_stays_unknown_after_slot_reuse() -> None:
         ("dtype", mx.int32, TypeError),
     ],
 )
-def test_invalid_argument_is_named(argument: str, value: Any, error: Any) -> None:
+def test_invalid_argument_is_named_in_error(argument: str, value: Any, error: Any) -> None:
     with pytest.raises(error, match=argument):
         make(**{argument: value})
 
@@ -464,7 +464,7 @@ def test_check_detects_corruption(harm: Any) -> None:
         pool.check()
 
 
-def test_half_precision_pool_takes_half() -> None:
+def test_half_precision_pool_takes_half_the_memory() -> None:
     assert make(dtype=mx.bfloat16).total_memory * 2 == make().total_memory
 
 

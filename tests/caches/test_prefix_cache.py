@@ -110,7 +110,7 @@ def test_fetched_caches_are_writable_copies(loaded: Any) -> None:
 
 
 def marked(tokens: list[int], kind: Any = KVCache) -> list[Any]:
-    """Two layers whose keys are the tokens themselves."""
+    """Return two layers whose keys are the token numbers."""
     keys = mx.array(tokens, dtype=mx.float32).reshape(1, 1, -1, 1)
     caches = [kind(), kind()]
     for cache in caches:
@@ -141,7 +141,7 @@ def test_conversation_is_stored_once() -> None:
     prefix.check()
 
 
-def test_counts_of_hits_and_stores() -> None:
+def test_counts_match_hits_stores_and_evictions() -> None:
     prefix = PrefixCache("1MB", block_size=BLOCK)
     prompt = list(range(100))
     assert prefix.fetch(prompt)[0] is None
@@ -214,7 +214,7 @@ def of_shape(
 
 
 def miscounted(kind: Any, offset: int) -> list[Any]:
-    """Caches of 100 tokens, of which the second says something else."""
+    """Return caches of 100 tokens of which the second has another offset."""
     caches = marked(list(range(100)), kind)
     caches[1].offset = offset
     return caches
@@ -275,7 +275,10 @@ def test_invalid_memory_limit_is_refused(limit: Any) -> None:
         (lambda: [KVCache()], "layer 0 is empty"),
         (lambda: [KVCache.merge(marked(list(range(100))))], "BatchKVCache holds a batch"),
         *(
-            (functools.partial(miscounted, kind, offset), rf"layer 1: .*holds {offset:,} tokens")
+            (
+                functools.partial(miscounted, kind, offset),
+                rf"layer 1: .*offset of {offset:,} tokens",
+            )
             for kind in (KVCache, theirs.KVCache)
             for offset in (-3, -100, 1_025)
         ),
@@ -284,7 +287,7 @@ def test_invalid_memory_limit_is_refused(limit: Any) -> None:
         (lambda: of_shape(lambda: QuantizedKVCache(32, 8), rows=2), "holds 2 rows"),
     ],
 )
-def test_uncuttable_caches_are_refused_with_reason(caches: Any, reason: str) -> None:
+def test_caches_without_sliceable_kv_are_refused_with_reason(caches: Any, reason: str) -> None:
     prefix = PrefixCache("1MB", block_size=BLOCK)
     stored = prefix.store(list(range(100)), caches())
     assert re.search(reason, str(stored.refused))
@@ -295,7 +298,7 @@ def test_caches_of_other_classes_are_refused() -> None:
     prefix = PrefixCache("1MB", block_size=BLOCK)
     prompt = list(range(100))
     prefix.store(prompt, marked(prompt))
-    assert "other classes" in str(prefix.store(prompt, marked(prompt, theirs.KVCache)).refused)
+    assert "differ in class" in str(prefix.store(prompt, marked(prompt, theirs.KVCache)).refused)
 
 
 @pytest.mark.parametrize(

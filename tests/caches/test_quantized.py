@@ -32,7 +32,7 @@ def wide(cache: Any, side: Any) -> mx.array:
 
 
 def direct(array: mx.array, bits: int, group_size: int = 64) -> mx.array:
-    """What quantizing the whole array at once gives."""
+    """Return the result of quantizing the whole array at once."""
     return mx.dequantize(
         *mx.quantize(array, group_size=group_size, bits=bits), group_size=group_size, bits=bits
     )
@@ -52,7 +52,7 @@ def test_incremental_quantization_matches_one_pass(bits: int, group_size: int) -
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_merge_extend_filter_extract(bits: int) -> None:
+def test_batch_operations_keep_row_contents(bits: int) -> None:
     parts = [noise(n, seed=n) for n in (9, 4, 6)]
     singles = []
     for part in parts:
@@ -74,7 +74,7 @@ def test_merge_extend_filter_extract(bits: int) -> None:
             assert mx.array_equal(wide(single, side), direct(whole, bits))
 
 
-def test_quantized_ring_keeps_bound_and_tokens() -> None:
+def test_quantized_rotating_cache_keeps_size_and_tokens() -> None:
     ring = RotatingKVCache(max_size=32, keep=4)
     keys, values = noise(50)
     ring.update_and_fetch(keys, values)
@@ -92,7 +92,7 @@ def test_quantized_ring_keeps_bound_and_tokens() -> None:
     assert batch.extract(1).bits == 8
 
 
-def test_quantizing_keeps_capacity_with_one_raw_copy() -> None:
+def test_conversion_keeps_capacity_and_needs_one_raw_copy() -> None:
     layers = [KVCache(capacity=2_048) for _ in range(8)]
     for cache in layers:
         cache.update_and_fetch(*kv(2_000))
@@ -118,12 +118,12 @@ def test_quantizing_keeps_capacity_with_one_raw_copy() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [QuantizedKVCache, lambda **k: QuantizedRotatingKVCache(8, **k)])
-def test_invalid_bits_are_named(kind: Any, arguments: dict[str, Any], words: str) -> None:
+def test_invalid_bits_are_named_in_error(kind: Any, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         kind(**arguments)
 
 
-def test_head_size_not_divisible_by_group_is_named() -> None:
+def test_indivisible_head_size_is_named_in_error() -> None:
     keys, values = (side[..., :48] for side in kv(3))
     with pytest.raises(ValueError, match="head_dim of keys is 48, not a multiple of group_size 64"):
         QuantizedKVCache().update_and_fetch(keys, values)
@@ -172,7 +172,7 @@ def test_mismatched_value_width_is_refused() -> None:
         cache.update_and_fetch(keys, mx.concatenate([keys, keys], axis=-1))
 
 
-def test_empty_caches_have_size() -> None:
+def test_empty_caches_have_nbytes_0() -> None:
     assert QuantizedKVCache().nbytes == 0
     assert QuantizedKVCache().empty()
     assert KVCache().to_quantized(bits=4).bits == 4

@@ -52,7 +52,7 @@ def model() -> Any:
 
 @pytest.fixture(autouse=True)
 def exact() -> Iterator[None]:
-    """MLX keeps no freed buffers; it would hand out larger ones than were asked for."""
+    """Disable MLX's buffer cache, which may return larger buffers than requested."""
     before = mx.set_cache_limit(0)
     yield
     mx.set_cache_limit(before)
@@ -240,7 +240,7 @@ def test_values_too_large_for_scale_stay_raw_and_counted() -> None:
     assert (caches or [])[1].keys[0, 0, 300, 5].item() == 1e6
 
 
-def test_raw_fallback_needs_room() -> None:
+def test_raw_fallback_without_memory_is_refused() -> None:
     """Known only after encoding: nothing is stored and nothing is evicted."""
     tokens = 2_048
     as_coded = 2 * FIRST * HEADS * 2 * DIM * 4 + coded_bytes("turbo4", tokens - FIRST, 2)
@@ -258,7 +258,7 @@ def test_raw_fallback_needs_room() -> None:
 
 
 def limit_for(kv_bytes: int) -> int:
-    """Return a limit with room for so much, what is encoded beside it, and the index."""
+    """Return a limit with room for these bytes, encoding buffers and the index."""
     return int(
         (kv_bytes + piece_bytes([SHAPE_OF_NOISE], devices.current().lanes))
         / (1 - 500 / BYTES_PER_REMEMBERED)
@@ -277,7 +277,7 @@ def test_eviction_counts_coded_bytes() -> None:
     assert kv_bytes(prefix) == 3 * one
 
 
-def test_prompt_fits_by_coded_bytes() -> None:
+def test_admission_counts_quantized_bytes() -> None:
     """In full precision it would not fit."""
     limit = limit_for(FIRST * WIDE + coded_bytes("4", 1_984 - FIRST) + 12_000)
     assert limit < 1_984 * WIDE
@@ -304,7 +304,7 @@ def test_storing_peak_memory_is_bounded(codec: str) -> None:
 # ---- what is fetched
 
 
-def test_dequantization_is_piecewise_and_writable() -> None:
+def test_dequantization_has_small_peak_and_writable_result() -> None:
     prefix = quantized("4")
     prefix.store(range(4_096), noise(4_096))
     gc.collect()
@@ -362,7 +362,7 @@ def test_fetched_cache_keeps_class_and_dtype(kind: Any, dtype: mx.Dtype) -> None
     )
 
 
-def test_tenants_may_use_models_of_other_shapes() -> None:
+def test_tenants_may_use_models_of_different_shapes() -> None:
     """As in mlx-lm's server, which passes the model name as salt."""
     prefix = quantized("4", kv_cache_raw_first_tokens=0)
     prefix.store(range(256), noise(256, layers=2), salt="a")
@@ -377,7 +377,7 @@ def test_tenants_may_use_models_of_other_shapes() -> None:
 
 
 @pytest.mark.parametrize("codec", ["turbo4", "k8v4", "kivi5/turbo3.5", "raw/4"])
-def test_fetch_without_dequantizing(codec: str) -> None:
+def test_fetch_can_return_quantized_caches(codec: str) -> None:
     prefix = quantized(codec)
     prefix.store(range(2_000), noise(2_000))
     gc.collect()
@@ -463,7 +463,9 @@ def test_fetched_codes_are_stored_unchanged() -> None:
 @pytest.mark.parametrize(
     "read, gone, more", [(100, 0, 60), (300, 190, 59), (20, 0, 200), (0, 0, 140)]
 )
-def test_first_tokens_in_tail_are_stored_raw(codec: str, read: int, gone: int, more: int) -> None:
+def test_raw_first_tokens_in_tail_are_stored_raw(
+    codec: str, read: int, gone: int, more: int
+) -> None:
     """Single tokens wait in the tail, also those that stay raw."""
     prefix, plainly, whole = quantized(codec), quantized(codec), noise(400, layers=2)
     total = read - gone + more
@@ -505,20 +507,20 @@ def test_values_too_large_in_tail_are_refused() -> None:
         cache.update_and_fetch(*(mx.full((1, HEADS, 1, DIM), 1e6) for _ in range(2)))
     refused = prefix.store(range(192), [cache]).refused
     assert refused is not None
-    assert "affine4 cannot hold numbers as large as 1e+06" in refused
+    assert "affine4 cannot store values as large as 1e+06" in refused
     assert prefix.counts.refused == 1
     prefix.check()
     assert prefix.fetch(range(200))[1] == list(range(128, 200))
 
 
-def test_codes_in_skipped_layer_are_refused() -> None:
+def test_quantized_kv_for_skipped_layer_is_refused() -> None:
     prefix = quantized("4", kv_cache_skip_layers=(1,))
     made = noise(
         300, lambda: TurboQuantKVCache("4", min_quantize_tokens=0, raw_first_tokens=FIRST), 2
     )
     refused = prefix.store(range(300), made).refused
     assert refused is not None
-    assert refused.startswith("layer 1: TurboQuantKVCache holds codes where kv_cache_skip_layers")
+    assert refused.startswith("layer 1: it is a TurboQuantKVCache, but kv_cache_skip_layers")
     assert prefix.store(range(300), [made[0], *noise(300, layers=1)]).new_tokens == 256
     for asked in (300, 100):  # of the first tokens alone all layers are raw
         caches, _ = prefix.fetch(range(asked), dequantize=False)
@@ -540,7 +542,7 @@ def test_contiguous_first_tokens_are_stored_without_copy() -> None:
     assert quantized("4", 2 * raw + 20_000).store(range(FIRST), [cache]).new_tokens == FIRST
 
 
-def test_prefill_turns_stay_quantized(model: Any) -> None:
+def test_prefill_keeps_caches_quantized_across_turns(model: Any) -> None:
     attach(model)
     prefix, prompt = quantized("4"), prompt_of(1_600)
 
@@ -643,7 +645,7 @@ def test_fetching_codes_without_codec_is_refused() -> None:
         ({"kv_cache_min_quantize_tokens": 1.5}, "must be a whole number, not 1.5"),
         ({"kv_cache_raw_first_tokens": -1}, "kv_cache_raw_first_tokens must be at least 0"),
         ({"kv_cache_raw_first_tokens": 1.5}, "kv_cache_raw_first_tokens must be a whole number"),
-        ({"kv_cache_quantization": 8}, "must be a name, as '8', not 8"),
+        ({"kv_cache_quantization": 8}, "must be a name like '8', not 8"),
     ],
 )
 def test_invalid_settings_are_refused_at_construction(settings: dict[str, Any], words: str) -> None:
@@ -651,7 +653,7 @@ def test_invalid_settings_are_refused_at_construction(settings: dict[str, Any], 
         PrefixCache("1MB", **settings)
 
 
-def test_settings_not_fitting_model_are_named() -> None:
+def test_unsupported_settings_are_named_in_error() -> None:
     with pytest.raises(SettingError, match=r"affine4g128: layer 0: .* do not divide a head of 64"):
         quantized("4g128").store(range(300), noise(300, layers=1))
     with pytest.raises(SettingError, match=r"kv_cache_skip_layers \[2\]: .* are 0 to 1"):
@@ -663,7 +665,7 @@ def test_raw_disables_codec_and_codes_are_not_reencoded() -> None:
     prefix.store(range(300), noise(300))
     assert forms(prefix) == [(0, 256, {mx.array})]
     refused = quantized("4").store(range(300), noise(300, QuantizedKVCache, 1)).refused
-    assert refused is not None and "QuantizedKVCache holds codes of its own" in refused
+    assert refused is not None and "QuantizedKVCache is quantized already" in refused
 
 
 # ---- short prompts
@@ -741,7 +743,7 @@ def test_512_tokens_in_8_bits_match_vllm_mlx_nbytes() -> None:
     assert prefix.tree.nbytes == 557_056
 
 
-def test_limit_holds_while_short_prompt_is_encoded() -> None:
+def test_memory_stays_within_limit_when_short_prompt_is_extended() -> None:
     prefix = quantized("turbo4", 40_000_000, kv_cache_min_quantize_tokens=256)
     made = noise(600)
     for seed in range(4):

@@ -53,7 +53,7 @@ def test_long_chunk_keeps_only_window() -> None:
     assert indices(cache.keys) == [*range(4), *range(4_950, 5_010)]
 
 
-def test_long_prefill_holds_one_layer_chunk() -> None:
+def test_long_prefill_holds_one_chunk_of_one_layer() -> None:
     """Twelve layers evaluated lazily: only one layer's chunk is alive at a time."""
     window, chunk = 1_024, 128
     layers = [RotatingKVCache(max_size=window) for _ in range(12)]
@@ -102,12 +102,14 @@ def test_capacity_never_exceeds_window() -> None:
         ({"max_size": 8, "capacity": 0}, ValueError, "capacity"),
     ],
 )
-def test_bad_sizes_are_named(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_bad_sizes_are_named_in_error(
+    arguments: dict[str, Any], error: type[Exception], words: str
+) -> None:
     with pytest.raises(error, match=words):
         RotatingKVCache(**arguments)
 
 
-def test_trim_works_until_the_window_is_full() -> None:
+def test_trim_is_possible_until_window_is_full() -> None:
     cache = RotatingKVCache(max_size=8)
     feed(cache, 6)
     assert cache.trim(2) == 2
@@ -118,7 +120,7 @@ def test_trim_works_until_the_window_is_full() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(5, 3), (30, 3), (30, 50)])
-def test_keep_survives_merge_and_extract(lengths: tuple[int, int], tmp_path: Any) -> None:
+def test_merge_and_extract_preserve_kept_tokens(lengths: tuple[int, int], tmp_path: Any) -> None:
     singles = [RotatingKVCache(max_size=16, keep=4) for _ in lengths]
     for cache, length in zip(singles, lengths, strict=True):
         feed(cache, length)
@@ -158,7 +160,7 @@ def test_batch_allocates_full_window_at_once() -> None:
 
 def test_keep_requires_right_padding() -> None:
     batch = RotatingKVCache.merge([RotatingKVCache(8, keep=2)] * 2)
-    with pytest.raises(ValueError, match="pad the prompts on the right"):
+    with pytest.raises(ValueError, match="pad prompts on the right"):
         batch.prepare(left_padding=[1, 0])
     with pytest.raises(ValueError, match="needs the lengths"):
         batch.prepare(right_padding=[1, 0])

@@ -84,7 +84,7 @@ def test_full_budget_matches_full_attention(asked: Any) -> None:
     assert not mx.array_equal(logits[0], logits[2])
 
 
-def test_selection_matches_engine_and_beats_window(
+def test_selection_matches_engine_and_recalls_more_than_window(
     asked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _, prompts, _ = asked
@@ -97,7 +97,7 @@ def test_selection_matches_engine_and_beats_window(
 
 
 @pytest.mark.parametrize("rest", [False, True])
-def test_both_backends_select_alike(asked: Any, rest: bool) -> None:
+def test_both_backends_select_same_tokens(asked: Any, rest: bool) -> None:
     model, _, prompts, _ = asked
     logits = []
     for device in (current(), GPUBackend()):
@@ -110,7 +110,9 @@ def test_both_backends_select_alike(asked: Any, rest: bool) -> None:
 
 
 @pytest.mark.parametrize("rest", [False, True])
-def test_continues_after_copy_trim_and_load(asked: Any, tmp_path: Path, rest: bool) -> None:
+def test_copied_trimmed_and_loaded_caches_continue_equally(
+    asked: Any, tmp_path: Path, rest: bool
+) -> None:
     model, _, prompts, _ = asked
     caches = penstock.make_kv_cache(model, attend=128, attend_rest=rest)
     tokens = said(model, prompts[0], caches)
@@ -133,7 +135,7 @@ def test_continues_after_copy_trim_and_load(asked: Any, tmp_path: Path, rest: bo
     assert mx.allclose(once, anew, atol=1e-3)
 
 
-def test_attend_rest_matches_engine(asked: Any) -> None:
+def test_attending_unselected_tokens_matches_engine(asked: Any) -> None:
     model, _, prompts, _ = asked
     expected = engine_says(model, prompts, attend_rest=True)
     for prompt, tokens in zip(prompts, expected, strict=True):
@@ -156,7 +158,7 @@ def test_center_calibration_memory_is_bounded(asked: Any) -> None:
     assert mx.get_peak_memory() - before < 2**26, "a window of these tokens takes 2 GiB"
 
 
-def test_batch_reads_all_tokens(asked: Any) -> None:
+def test_batches_use_full_attention(asked: Any) -> None:
     model, _, prompts, _ = asked
     rows = []
     for attend in (128, None):
@@ -167,7 +169,7 @@ def test_batch_reads_all_tokens(asked: Any) -> None:
     assert mx.array_equal(*logits)
 
 
-def test_whole_read_of_selective_cache_is_error() -> None:
+def test_use_without_attach_is_error() -> None:
     cache = penstock.SelectiveKVCache(1_000, attend=128)
     sides = mx.zeros((1, 2, 200, 32)), mx.zeros((1, 2, 200, 32))
     cache.update_and_fetch(*sides)

@@ -85,7 +85,7 @@ def test_launchd_agent_is_installed_and_removed(
     ]
 
 
-def test_wrong_flag_of_serve_is_refused_at_install(managers: Path, call: Call) -> None:
+def test_install_refuses_invalid_serve_flags(managers: Path, call: Call) -> None:
     for words in (["--port", "much"], ["--no-such-flag"]):
         done = call("service", "install", *words)
         assert done.returncode == 2
@@ -93,7 +93,7 @@ def test_wrong_flag_of_serve_is_refused_at_install(managers: Path, call: Call) -
     assert managers.read_text() == ""
 
 
-def test_status_without_service_is_code_3(managers: Path, call: Call) -> None:
+def test_status_of_missing_or_stopped_service_exits_with_3(managers: Path, call: Call) -> None:
     assert call("service", "status").returncode == 3
     assert call("service", "uninstall").stdout == "not installed\n"
     assert call("service", "install").returncode == 0
@@ -104,7 +104,7 @@ def test_status_without_service_is_code_3(managers: Path, call: Call) -> None:
     assert done.stderr == "penstock: systemctl --user daemon-reload failed: exit code 3\n"
 
 
-def test_missing_service_manager_is_one_line(
+def test_missing_service_manager_gives_one_line_error(
     managers: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(managers.parent))
@@ -117,7 +117,7 @@ def test_missing_service_manager_is_one_line(
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here")
-def test_systemd_accepts_unit(tmp_path: Path) -> None:
+def test_systemd_analyze_accepts_unit(tmp_path: Path) -> None:
     unit = tmp_path / "penstock.service"
     unit.write_text(systemd_unit([sys.executable, *COMMAND[1:]]))
     verify = ["systemd-analyze", "verify", "--user", "--recursive-errors=no", str(unit)]
@@ -129,7 +129,7 @@ def test_systemd_accepts_unit(tmp_path: Path) -> None:
     assert "penstock.service" in done.stderr, "the check sees nothing"
 
 
-def test_systemd_words_are_quoted() -> None:
+def test_systemd_command_line_is_quoted() -> None:
     (line,) = [line for line in systemd_unit(COMMAND).splitlines() if line.startswith("ExecStart=")]
     assert line == (
         'ExecStart="/opt/a b/python" -m penstock serve "50%%" "$$HOME \\"x\\" \\\\" --port 0'

@@ -41,7 +41,7 @@ def no_user_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(capsys: Capture, command: str, folder: Path, *more: str | Path, code: int = 0) -> str:
-    """Run a command and return what it printed."""
+    """Run a command and return its output."""
     capsys.readouterr()
     given = ["cache", command, "--ssd-cache-dir", str(folder), *map(str, more)]
     got = main(given)
@@ -52,13 +52,13 @@ def run(capsys: Capture, command: str, folder: Path, *more: str | Path, code: in
 
 
 def ask(capsys: Capture, command: str, folder: Path, *more: str | Path, code: int = 0) -> Any:
-    """Run a command and return its one JSON object."""
+    """Run a command and return the JSON object that it prints."""
     (line,) = run(capsys, command, folder, *more, "--json", code=code).splitlines()
     return json.loads(line)
 
 
 def refused(capsys: Capture, *arguments: str | Path) -> str:
-    """Return the one line a refusal consists of."""
+    """Return the one-line error of a refused command."""
     capsys.readouterr()
     assert main(["cache", *map(str, arguments)]) == 2
     output, errors = capsys.readouterr()
@@ -69,7 +69,7 @@ def refused(capsys: Capture, *arguments: str | Path) -> str:
 
 
 def picture(folder: Path) -> dict[str, bytes]:
-    """Return all files but the index's, which SQLite writes to when it is only read."""
+    """Return all files except the index's, which SQLite writes to even when reading."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
@@ -106,7 +106,7 @@ def test_missing_folder_is_refused_and_not_created(
     assert "the folder does not exist" in line
 
 
-def test_folder_from_environment(
+def test_folder_is_read_from_environment(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_SSD_CACHE_DIR", str(fill(tmp_path / "cache", chain(2))))
@@ -121,7 +121,7 @@ def test_locked_index_gives_one_line_error(
     monkeypatch.setattr("penstock.tiers.disk.index.BUSY_SECONDS", 0.1)
     other = sqlite3.connect(tmp_path / FORMAT / "index.sqlite", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    assert "another process holds the index" in refused(capsys, "ls", "--ssd-cache-dir", tmp_path)
+    assert "another process locks the index" in refused(capsys, "ls", "--ssd-cache-dir", tmp_path)
     other.close()
 
 
@@ -176,7 +176,7 @@ def test_control_characters_in_fingerprint_are_escaped(tmp_path: Path, capsys: C
         assert "?[31m[bold]x" in shown
 
 
-def test_stats_per_model_and_total(tmp_path: Path, capsys: Capture) -> None:
+def test_stats_are_shown_per_model_and_in_total(tmp_path: Path, capsys: Capture) -> None:
     fork = chain(3)
     fill(tmp_path, fork, chain(2, seed=1))
     fill(tmp_path, chain(1, model=B), model=B)
@@ -225,7 +225,7 @@ def test_read_only_commands_change_nothing(tmp_path: Path, capsys: Capture) -> N
 
 
 def damage_some(folder: Path) -> list[Record]:
-    """Damage a folder in all the ways there are; return its blocks. 2, 3, 5 and 6 are lost."""
+    """Damage a folder in every way; return its blocks, of which 2, 3, 5 and 6 are lost."""
     records = chain(8)
     fill(folder, records)
     flip(file_of(folder, records[2]))
@@ -250,7 +250,7 @@ def test_verify_passes_on_intact_folder(tmp_path: Path, capsys: Capture) -> None
     assert run(capsys, "verify", tmp_path).startswith("10 blocks (")
 
 
-def test_verify_finds_and_repairs_each_kind_of_damage(tmp_path: Path, capsys: Capture) -> None:
+def test_verify_detects_and_repairs_all_kinds_of_damage(tmp_path: Path, capsys: Capture) -> None:
     records = damage_some(tmp_path)
     before = picture(tmp_path)
     found = ask(capsys, "verify", tmp_path, code=1)
@@ -275,7 +275,7 @@ def test_verify_finds_and_repairs_each_kind_of_damage(tmp_path: Path, capsys: Ca
     assert held(tmp_path, records) == 5
 
 
-def test_verify_removes_damaged_file_that_index_lacks(tmp_path: Path, capsys: Capture) -> None:
+def test_verify_removes_damaged_file_missing_from_index(tmp_path: Path, capsys: Capture) -> None:
     (record,) = chain(1)
     fill(tmp_path, chain(1, seed=1))
     path = file_of(tmp_path, record)
@@ -288,7 +288,7 @@ def test_verify_removes_damaged_file_that_index_lacks(tmp_path: Path, capsys: Ca
 
 
 @pytest.mark.parametrize("at", [0, 20, 300, FILE_BYTES // 2, FILE_BYTES - 1])
-def test_verify_finds_any_flipped_bit(tmp_path: Path, capsys: Capture, at: int) -> None:
+def test_verify_detects_any_flipped_bit(tmp_path: Path, capsys: Capture, at: int) -> None:
     records = chain(2)
     fill(tmp_path, records)
     flip(file_of(tmp_path, records[1]), at)
@@ -296,7 +296,7 @@ def test_verify_finds_any_flipped_bit(tmp_path: Path, capsys: Capture, at: int) 
 
 
 @pytest.mark.parametrize("column", ["parent", "depth", "nbytes", "fingerprint"])
-def test_verify_finds_index_mismatch(tmp_path: Path, capsys: Capture, column: str) -> None:
+def test_verify_detects_index_mismatch(tmp_path: Path, capsys: Capture, column: str) -> None:
     fill(tmp_path, chain(2))
     value = {"parent": b"x" * 16, "fingerprint": "else"}.get(column, 7)
     with sqlite3.connect(tmp_path / FORMAT / "index.sqlite") as db:
@@ -304,7 +304,7 @@ def test_verify_finds_index_mismatch(tmp_path: Path, capsys: Capture, column: st
     assert ask(capsys, "verify", tmp_path, code=1)["damaged"] == 1
 
 
-def test_verify_finds_key_not_matching_tokens(tmp_path: Path, capsys: Capture) -> None:
+def test_verify_detects_key_not_matching_tokens(tmp_path: Path, capsys: Capture) -> None:
     """The file's checksum is correct."""
     good, other = chain(1)[0], chain(1, seed=1)[0]
     lie = Record(good.key, good.parent, 0, {**good.arrays, "tokens": other.arrays["tokens"]})
@@ -379,7 +379,7 @@ def test_prune_removes_least_valuable_blocks_first(tmp_path: Path, capsys: Captu
     assert files(tmp_path) == []
 
 
-def test_prune_at_exact_limit_and_one_byte_below(tmp_path: Path, capsys: Capture) -> None:
+def test_prune_removes_block_only_below_exact_size(tmp_path: Path, capsys: Capture) -> None:
     fill(tmp_path, chain(4))
     size = sum(path.stat().st_size for path in files(tmp_path))
     assert ask(capsys, "prune", tmp_path, "--to", str(size))["blocks"] == 0
@@ -401,10 +401,10 @@ def test_prune_of_model_leaves_others(tmp_path: Path, capsys: Capture) -> None:
     fill(tmp_path, theirs, model=B)
     fill(tmp_path, chain(1, seed=2), model=A[:8] + "c")
     where = ("--ssd-cache-dir", tmp_path)
-    assert "more than one" in refused(capsys, "prune", *where, "--model", A[:8])
+    assert "several fingerprints" in refused(capsys, "prune", *where, "--model", A[:8])
     line = refused(capsys, "prune", *where, "--model", "0")
     assert A[:12] in line
-    assert "no fingerprint begins so" in line
+    assert "no fingerprint starts with it" in line
     assert "needs the beginning" in refused(capsys, "prune", *where, "--model", "")
     assert len(files(tmp_path)) == 6
     assert ask(capsys, "prune", tmp_path, "--model", A[:9])["blocks"] == 3
@@ -434,7 +434,9 @@ def test_clear_requires_yes_and_leaves_foreign_files(tmp_path: Path, capsys: Cap
 
 
 @pytest.mark.parametrize(("answer", "code", "left"), [("n", 1, 2), ("y", 0, 0)])
-def test_clear_prompts_on_terminal(tmp_path: Path, answer: str, code: int, left: int) -> None:
+def test_clear_asks_for_confirmation_on_terminal(
+    tmp_path: Path, answer: str, code: int, left: int
+) -> None:
     fill(tmp_path, chain(2))
     ours, theirs = open_terminal()
     os.write(ours, f"{answer}\n".encode())
@@ -447,7 +449,7 @@ def test_clear_prompts_on_terminal(tmp_path: Path, answer: str, code: int, left:
     assert len(files(tmp_path)) == left
 
 
-def test_blocks_being_written_are_left_alone(tmp_path: Path, capsys: Capture) -> None:
+def test_blocks_being_written_are_not_removed(tmp_path: Path, capsys: Capture) -> None:
     records = chain(2)
     fill(tmp_path, records)
     with opened(tmp_path) as store, sqlite3.connect(tmp_path / FORMAT / "index.sqlite") as db:
@@ -486,7 +488,7 @@ def test_removed_command_names_replacement(capsys: Capture, command: str) -> Non
 
 
 def ask_engine(folder: Path) -> TierCounts:
-    """Have an engine read a prompt twice, and return what its cold tier did.
+    """Let an engine read a prompt twice, and return the counts of its cold tier.
 
     The prompt has 15 blocks: three whole records of 320 tokens.
     """
@@ -561,7 +563,9 @@ def serving(folder: Path) -> Iterator[Callable[[], list[int]]]:
             process.kill()
 
 
-def test_cache_commands_during_writes_by_other_process(tmp_path: Path, capsys: Capture) -> None:
+def test_cache_commands_work_during_writes_by_other_process(
+    tmp_path: Path, capsys: Capture
+) -> None:
     folder = fill(tmp_path / "cache", chain(20))
     with serving(folder) as end:
         for _ in range(3):
@@ -592,7 +596,7 @@ def test_rebuilt_index_is_used_by_running_process(tmp_path: Path, capsys: Captur
         assert store.nbytes == sum(path.stat().st_size for path in files(folder))
 
 
-def test_verify_finds_damage_during_writes_by_other_process(
+def test_verify_detects_damage_during_writes_by_other_process(
     tmp_path: Path, capsys: Capture
 ) -> None:
     """Negative control: files that are checked twice are still reported."""
@@ -611,7 +615,7 @@ def test_verify_finds_damage_during_writes_by_other_process(
         end()
 
 
-def test_stats_name_only_folders_of_other_formats(tmp_path: Path, capsys: Capture) -> None:
+def test_stats_ignore_unrelated_folders(tmp_path: Path, capsys: Capture) -> None:
     fill(tmp_path, chain(1))
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a").write_bytes(b"a" * 1_000)

@@ -1,4 +1,4 @@
-"""`penstock chat --url`: with our server, another server, and none."""
+"""`penstock chat --url` with our server, with other servers, and without a server."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_long_history_is_cached_on_server(server: RunningServer) -> None:
     assert remote.last.prompt_tokens > remote.last.cached_tokens
 
 
-def test_chat_with_any_openai_server(capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_works_with_any_openai_server(capsys: pytest.CaptureFixture[str]) -> None:
     with stand_in(key="secret") as other:
         done = chat(
             "--url", f"{other.url}/v1", "--api-key", "secret", "--system", "Be brief.",
@@ -92,7 +92,7 @@ def test_chat_with_any_openai_server(capsys: pytest.CaptureFixture[str]) -> None
         ("cut", "closed the stream before the answer ended"),
     ],
 )
-def test_failed_turn_is_forgotten(fault: str, complaint: str) -> None:
+def test_failed_turn_is_removed_from_history(fault: str, complaint: str) -> None:
     with stand_in(fault=fault) as other:
         remote = Remote(other.url)
         with pytest.raises(RemoteError, match=complaint):
@@ -103,7 +103,7 @@ def test_failed_turn_is_forgotten(fault: str, complaint: str) -> None:
         assert len(remote.messages) == 2
 
 
-def test_interrupted_turn_is_forgotten() -> None:
+def test_interrupted_turn_is_removed_from_history() -> None:
     with stand_in() as other:
         remote = Remote(other.url)
         with closing(remote.answer("Hello!", GREEDY)) as pieces:
@@ -111,7 +111,7 @@ def test_interrupted_turn_is_forgotten() -> None:
         assert remote.messages == []
 
 
-def test_failed_turn_ends_piped_chat_with_one_line() -> None:
+def test_failed_turn_ends_piped_chat_with_one_line_error() -> None:
     with stand_in(fault="status") as other:
         done = chat("--url", other.url, stdin="Hello!\nAgain!\n")
     assert done.returncode == 2
@@ -126,12 +126,12 @@ def test_missing_server_gives_one_line_error() -> None:
     assert "no server answers at http://127.0.0.1:" in line
 
 
-def test_missing_key_is_named() -> None:
+def test_missing_api_key_is_named_in_error() -> None:
     with stand_in(key="secret") as other, pytest.raises(RemoteError, match=r"401.*--api-key"):
         Remote(other.url)
 
 
-def test_incompatible_server_is_named() -> None:
+def test_incompatible_server_is_named_in_error() -> None:
     with stand_in(fault="page") as other, pytest.raises(RemoteError, match="OpenAI-compatible"):
         Remote(other.url)
 

@@ -31,12 +31,12 @@ TELL = "The code of the amber falcon is 4821."
 ASK = "What is the code of the amber falcon?"
 
 
-def test_version() -> None:
+def test_version_flag_prints_package_version() -> None:
     assert run("--version").stdout == f"penstock {penstock.__version__}\n"
     assert version("penstock-mlx") == penstock.__version__
 
 
-def test_without_command_help_is_printed() -> None:
+def test_help_is_printed_if_no_command_is_given() -> None:
     assert run().stdout == run("--help").stdout
 
 
@@ -57,11 +57,11 @@ def imported_by(*arguments: str) -> set[str]:
 
 
 def heavy(*arguments: str) -> set[str]:
-    """Return what a command imports of the heavy modules."""
+    """Return the heavy modules that a command imports."""
     return HEAVY & imported_by(*arguments)
 
 
-def test_version_imports_little_beside_blas() -> None:
+def test_version_command_imports_few_modules() -> None:
     """All commands are 500 modules: 0.25 s, where the version has 0.15 s."""
     imported = imported_by("--version")
     assert not imported & {"typer", "pydantic", "rich", "psutil", "threadpoolctl"}
@@ -88,7 +88,7 @@ def test_check_detects_heavy_imports() -> None:
         ["doctor"],
     ],
 )
-def test_mlx_lm_is_imported_only_where_needed(command: list[str]) -> None:
+def test_mlx_lm_is_imported_only_if_needed(command: list[str]) -> None:
     code = (
         "import sys; from penstock.cli import main\n"
         f"main({command!r})\n"
@@ -98,7 +98,7 @@ def test_mlx_lm_is_imported_only_where_needed(command: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_generate_streams_text_and_reports_on_stderr() -> None:
+def test_generate_streams_text_and_prints_figures_to_stderr() -> None:
     done = run("generate", TELL, "--max-tokens", "16")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "Noted.\n"
@@ -117,7 +117,7 @@ def test_generate_reads_stdin_and_prints_json(call: Call) -> None:
     assert done.stderr == ""
 
 
-def test_raw_continues_text(call: Call) -> None:
+def test_raw_flag_continues_text_without_chat_template(call: Call) -> None:
     done = call("generate", f"<|start|><|user|> {TELL}<|end|><|assistant|>", "--raw")
     assert done.stdout == " Noted.\n"
 
@@ -138,7 +138,7 @@ def test_chat_answers_each_piped_line() -> None:
     assert done.stderr == ""
 
 
-def test_chat_commands(call: Call) -> None:
+def test_chat_slash_commands_work(call: Call) -> None:
     done = call("chat", stdin=f"{TELL}\n/stats\n/reset\n/stats\n/help\n/what\n/exit\n{ASK}\n")
     assert done.returncode == 0
     noted, stats, reset, empty, *help_lines = done.stdout.splitlines()
@@ -188,7 +188,7 @@ def test_doctor_reports_slow_blas() -> None:
     assert "remedy:" in done.stdout
 
 
-def test_bad_blas_setting_is_one_line_warning() -> None:
+def test_bad_blas_setting_gives_one_line_warning() -> None:
     done = run("generate", TELL, "--json", PENSTOCK_BLAS="/nowhere/libblas.so")
     assert done.returncode == 0
     assert len(done.stderr.splitlines()) <= 1
@@ -205,7 +205,7 @@ def test_bad_blas_setting_is_one_line_warning() -> None:
         ),
         (["generate"], "Missing argument"),
         (["generate", "x", "--bogus"], "No such option"),
-        (["serve", "--offline"], "--offline stands before the command"),
+        (["serve", "--offline"], "--offline goes before the command"),
         (["serve", "--port", "99999"], "penstock: --port 99999: must be at most 65535"),
         (["serve", "--port", "80x"], "penstock: --port 80x: must be a whole number"),
         (["serve", "--top-p", "2"], "penstock: --top-p 2.0: must be at most 1"),
@@ -242,7 +242,7 @@ def test_bad_arguments_give_one_line_error(
     assert complaint in refused(capsys, *arguments)
 
 
-def test_script_refusal_exits_with_2() -> None:
+def test_invalid_option_value_exits_with_2() -> None:
     done = run("generate", "x", "--temperature", "-1")
     assert done.returncode == 2
     assert done.stdout == ""
@@ -347,7 +347,7 @@ MAY_STAND_ALONE = [
 ]
 
 
-def test_every_quantizing_command_is_covered() -> None:
+def test_all_quantizing_commands_are_tested() -> None:
     named = {words for words, _ in MAY_STAND_ALONE}
     benches = ("shared-prefix", "hit", "restore", "ragged", "single", "hybrid", "serve")
     assert named >= {("generate",), ("chat",), ("serve",), *(("bench", name) for name in benches)}

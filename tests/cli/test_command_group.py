@@ -29,7 +29,7 @@ def greet() -> None:
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of all installed packages but that of the benches."""
+    """Return a folder of all installed packages except the benches."""
     folder = tmp_path_factory.mktemp("packages")
     for package in Path(sysconfig.get_path("purelib")).iterdir():
         if not package.name.startswith(("penstock_bench", "penstock_mlx_bench")):
@@ -38,7 +38,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: str, packages: list[Path]) -> subprocess.CompletedProcess[str]:
-    """Run penstock with these folders of packages and no other (-S)."""
+    """Run penstock with only these package folders (-S)."""
     source = Path(penstock.__file__).parent.parent
     path = os.pathsep.join(map(str, [source, *packages]))
     return subprocess.run(
@@ -69,7 +69,7 @@ def test_missing_package_gives_one_line_install_hint(bare: Path, command: str) -
         )
 
 
-def test_other_commands_work_without_the_package(bare: Path) -> None:
+def test_other_commands_work_without_bench_package(bare: Path) -> None:
     done = run("--help", packages=[bare])
     assert done.returncode == 0
     assert {"serve", "generate", "cache"} <= listed(done.stdout)
@@ -78,13 +78,15 @@ def test_other_commands_work_without_the_package(bare: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["agents", "verify"])
-def test_moved_command_names_new_place(capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_removed_command_error_names_replacement(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
     assert main([command, "--json"]) == 2
     line = f"penstock: penstock {command} was removed: run penstock bench {command}\n"
     assert capsys.readouterr().err == line
 
 
-def test_package_provides_all_announced_commands() -> None:
+def test_bench_package_provides_all_listed_commands() -> None:
     assert {entry.name for entry in entry_points(group=ENTRY_POINTS)} >= set(BENCH_COMMANDS)
 
 

@@ -1,4 +1,4 @@
-"""The doctor on made-up machines, on the real one, and on models.
+"""The doctor on simulated machines, on this machine, and on models.
 
 Then what it makes of models.
 """
@@ -79,7 +79,7 @@ def test_low_memory_is_reported(available: int, problems: int) -> None:
     assert len(find_problems(machine)) == problems
 
 
-def test_slow_blas_has_remedy() -> None:
+def test_slow_blas_is_reported_with_remedy() -> None:
     cpu = replace(HEALTHY, back_end="cpu", gflops={"float32": 6.0, "float16": 5.0})
     missing = Blas(False, "reference BLAS", "no fast BLAS is installed", "install it")
     (problem,) = find_problems(replace(cpu, blas=missing))
@@ -88,7 +88,7 @@ def test_slow_blas_has_remedy() -> None:
     assert problem.what == "float32 runs at 6 GFLOPS with reference BLAS (asked for)"
     assert problem.remedy.startswith("install a fast BLAS: pip install ")
     (problem,) = find_problems(replace(cpu, blas=Blas(True, "libopenblas.so.0", "found")))
-    assert problem.remedy.startswith("end other programs")
+    assert problem.remedy.startswith("stop other busy programs")
 
 
 def test_idle_nvidia_device_is_reported() -> None:
@@ -97,7 +97,7 @@ def test_idle_nvidia_device_is_reported() -> None:
     assert whats(replace(HEALTHY, back_end="cuda", nvidia=True)) == []
 
 
-def test_real_machine_is_examined() -> None:
+def test_doctor_examines_this_machine() -> None:
     machine = doctor.examine()
     assert machine.back_end in ("metal", "cuda", "cpu")
     assert set(machine.gflops) == {"float32", "float16"}
@@ -146,7 +146,7 @@ def test_embedded_model_attends_shared_kv() -> None:
     assert find_misfits(fit) == []
 
 
-def test_attend_break_even_length_is_reported() -> None:
+def test_break_even_length_of_selective_attention_is_reported() -> None:
     model = load_all(MODEL_PATH)
     fit = try_model("recall", model)
     inner: Any = model.model
@@ -164,17 +164,17 @@ def test_attend_break_even_length_is_reported() -> None:
     assert try_model("x", loaded(config)).attend_halves_from is None
 
 
-def test_choice_is_timed_where_layers_can_choose() -> None:
+def test_selective_attention_is_timed_if_supported() -> None:
     model = load_all(MODEL_PATH)
     fit = try_model("recall", model)
     assert [steps.tokens for steps in fit.choice] == [8_192, 32_768]
     assert all(steps.all_ms > 0 < steps.choice_ms for steps in fit.choice)
     rows: list[tuple[str, str]] = []
     _add_fit(rows, replace(fit, choice=(ChoiceTiming(8_192, 2.0, 1.0),)))
-    said = "pays behind 8,192 tokens: a step takes 2.0 ms, with a choice 1.0"
+    said = "pays after 8,192 tokens: a step takes 2.0 ms, with a choice 1.0"
     assert ("  choice", said) in rows
     _add_fit(rows, replace(fit, choice=(ChoiceTiming(8_192, 1.0, 2.0),)))
-    assert rows[-1][1].startswith("does not pay behind 8,192 tokens")
+    assert rows[-1][1].startswith("does not pay after 8,192 tokens")
     for unable in (FLOAT32 | {"model_type": "gemma2", "head_dim": 32}, MAMBA):
         assert try_model("x", loaded(unable)).choice == ()
 
@@ -186,7 +186,7 @@ def test_sliding_windows_are_reported_with_size() -> None:
     assert fit.kv_bytes_per_token == 4 * 2 * (16 + 16) * 4
 
 
-def test_custom_attention_is_joined_with_reason() -> None:
+def test_custom_attention_uses_joined_kv_with_reason() -> None:
     config = FLOAT32 | {"model_type": "gemma2", "head_dim": 32}
     fit = try_model("x", loaded(config))
     assert fit.way == "joined"
@@ -194,7 +194,7 @@ def test_custom_attention_is_joined_with_reason() -> None:
     assert find_misfits(fit) == []
 
 
-def test_reason_is_one_line() -> None:
+def test_reason_for_joined_kv_is_one_line() -> None:
     config = FLOAT32 | {
         "model_type": "gemma4_text",
         "head_dim": 16,
@@ -210,7 +210,7 @@ def test_reason_is_one_line() -> None:
     assert fit.why == fit.why.strip().splitlines()[0]
 
 
-def test_model_without_kv() -> None:
+def test_model_without_kv_has_no_problems() -> None:
     fit = try_model("x", loaded(MAMBA))
     assert (fit.way, fit.modules, fit.kv_bytes_per_token) == ("shared", (), 0)
     assert fit.layers == (Layers(4, "recurrent"),)
@@ -227,7 +227,7 @@ def test_compressed_layers_are_reported() -> None:
 
 @pytest.fixture
 def strange(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return the config of a model whose layers keep something of a kind of its own."""
+    """Return the config of a model whose layers have a cache class of their own."""
 
     def make_cache(self: Any) -> list[Any]:
         return [QuantizedKVCache() for _ in self.layers]
@@ -236,7 +236,7 @@ def strange(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {**LLAMA, "head_dim": 64}  # groups of 64 are its own default
 
 
-def test_unsupported_layer_cache_is_a_problem(strange: dict[str, Any]) -> None:
+def test_unsupported_layer_cache_is_reported(strange: dict[str, Any]) -> None:
     fit = try_model("x", loaded(strange))
     assert (fit.way, fit.modules) == (None, ())
     (problem,) = find_misfits(fit)
@@ -281,7 +281,7 @@ def test_unsupported_model_exits_with_1(
     assert "remedy: use mlx-lm for this model" in shown
 
 
-def test_doctor_prints_attention_ways() -> None:
+def test_doctor_prints_attention_timings() -> None:
     fit = try_model(str(MODEL_PATH), load_all(str(MODEL_PATH)))
     assert fit.attention == () and fit.kernels_off is None, "a CPU has one way"
     times = {AttentionWay.PLAIN: 2.0, AttentionWay.KERNEL: 1.25}
@@ -317,7 +317,7 @@ def test_doctor_self_tests_kernels(
     assert "use plain operations" in capsys.readouterr().out
 
 
-def test_doctor_agent_report(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_agent_report_shows_template_findings(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor", str(MODEL_PATH), "--agent", "--json"])
     agent = json.loads(capsys.readouterr().out)["agent"]
     assert (agent["tool_parser"], agent["later_system"]) == ("none", "system")

@@ -58,7 +58,7 @@ def test_equivalent_foreign_flags_are_translated(typed: str, ours: str) -> None:
     assert shlex.join(serve_words(typed).words) == ours
 
 
-def test_each_translated_flag_is_noted_in_one_line() -> None:
+def test_every_translated_flag_is_reported_in_one_line() -> None:
     assert serve_words("--max-num-seqs 4 --continuous-batching --port 0").notes == [
         "--max-num-seqs is a flag of vLLM, vllm-mlx; here it is --max-batch-size 4",
         "--continuous-batching is a flag of vllm-mlx, llama.cpp; here it is always on",
@@ -77,7 +77,7 @@ def test_each_translated_flag_is_noted_in_one_line() -> None:
         ("--no-enable-prefix-caching", "cache_prompt: false"),
     ],
 )
-def test_flag_with_other_meaning_names_ours(
+def test_foreign_flag_with_other_meaning_suggests_our_flag(
     typed: str, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", *typed.split()]) == 2
@@ -92,7 +92,7 @@ def test_unknown_flags_are_not_translated() -> None:
     assert translated(words, COMMANDS["generate"], {}) == Translation(words, [])
 
 
-def test_translated_values_exist() -> None:
+def test_translated_flags_and_values_exist() -> None:
     for flag in FOREIGN_FLAGS:
         if flag.meaning == "same" and flag.ours != MODEL:
             assert flag.ours.split()[0] in EVERY_FLAG, flag

@@ -52,7 +52,7 @@ sys.exit(7)
 
 @dataclass
 class Desk:
-    """An empty home, and a folder of programs that record."""
+    """An empty home, and a folder of programs that record how they are started."""
 
     home: Path
     programs: Path
@@ -85,7 +85,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
 
 
 def points_at(name: str, record: dict[str, Any]) -> tuple[str, str, str, int]:
-    """Read address, key, model and context size from what a program was started with."""
+    """Return address, key, model and context size that a program was started with."""
     environment, arguments, files = record["environment"], record["arguments"], record["files"]
     match name:
         case "claude":
@@ -212,7 +212,7 @@ def test_claude_code_compact_window_is_omitted_below_minimum() -> None:
         assert setup.environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == str(tokens)
 
 
-def test_missing_program_runs_through_npx(recall_server: Running, desk: Desk) -> None:
+def test_missing_program_is_run_through_npx(recall_server: Running, desk: Desk) -> None:
     desk.install("npx")
     assert main(["launch", "claude", "--url", recall_server.url, "--", "-p", "Hi"]) == 7
     record = desk.read()
@@ -230,7 +230,7 @@ def test_missing_program_runs_through_npx(recall_server: Running, desk: Desk) ->
         (["claude", "--url", "nowhere"], "is not a URL"),
     ],
 )
-def test_refusals_are_one_line(
+def test_invalid_launches_give_one_line_error(
     arguments: list[str],
     words: str,
     recall_server: Running,
@@ -282,7 +282,7 @@ def test_silent_server_times_out(
 
 
 @pytest.mark.parametrize(("work", "lives"), [("time.sleep(60)", False), ("print(1)", True)])
-def test_server_without_progress_is_not_awaited(
+def test_wait_ends_if_starting_server_makes_no_progress(
     work: str, lives: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "SILENT_SECONDS", 1.0)
@@ -295,13 +295,13 @@ def test_server_without_progress_is_not_awaited(
                 launch._wait(server, http, output)
             finally:
                 children.end(server)
-    found = re.search(r"for (\d+) s, (\d+) s of them without", str(refused.value))
+    found = re.search(r"for (\d+) s, and used no CPU time for (\d+) s", str(refused.value))
     assert found and (found[1] != found[2]) == lives
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_server_and_program_end_with_launch(sig: signal.Signals, desk: Desk) -> None:
+def test_server_and_program_end_with_launch_command(sig: signal.Signals, desk: Desk) -> None:
     (desk.programs / "claude").write_text(SLEEPER.format(python=sys.executable))
     (desk.programs / "claude").chmod(0o755)
     url = f"http://127.0.0.1:{free_port()}"

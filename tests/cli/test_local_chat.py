@@ -1,4 +1,4 @@
-"""Chat on the embedded model: only new tokens are computed; answers do not depend on it."""
+"""Chat on the embedded model: only new tokens are computed, and answers stay the same."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Talk = Callable[..., LocalChat]
 
 @pytest.fixture
 def talk() -> Iterator[Talk]:
-    """Open conversations, and close them at the end."""
+    """Open chats, and close them at the end."""
     opened: list[LocalChat] = []
 
     def open_chat(system: str | None = None, **limits: Any) -> LocalChat:
@@ -61,7 +61,7 @@ def test_chat_remembers_facts(talk: Talk) -> None:
 
 
 @pytest.mark.parametrize("codec", ["k8v4", "auto3.5x"])
-def test_chat_remembers_facts_in_codec(talk: Talk, codec: str) -> None:
+def test_chat_remembers_facts_with_quantized_kv(talk: Talk, codec: str) -> None:
     plain = talk()
     coded = talk(kv_cache_quantization=codec, kv_cache_min_quantize_tokens=0)
     for chat in (plain, coded):
@@ -72,7 +72,7 @@ def test_chat_remembers_facts_in_codec(talk: Talk, codec: str) -> None:
     assert fewer["nbytes"] / fewer["tokens"] < 0.7 * whole["nbytes"] / whole["tokens"]
 
 
-def test_codec_applies_while_answer_is_generated(talk: Talk) -> None:
+def test_answer_is_quantized_during_generation(talk: Talk) -> None:
     """The codec has to bound memory during long answers too."""
     bytes_of = []
     for limits in ({}, {"kv_cache_quantization": "4", "kv_cache_min_quantize_tokens": 0}):
@@ -129,7 +129,7 @@ def test_reset_keeps_only_system_prompt(talk: Talk) -> None:
     assert ask(chat, ASK) != "4821."
 
 
-def test_history_rewriting_template_still_works() -> None:
+def test_chat_works_with_template_that_rewrites_history() -> None:
     """The rendered history does not start with the tokens of earlier turns."""
     loaded = load_all(MODEL_PATH)
     first = "{{ '<|start|><|system|> ' + messages | length | string + '<|end|>' }}"
@@ -143,7 +143,7 @@ def test_history_rewriting_template_still_works() -> None:
         assert ask(chat, ASK) == "4821."
 
 
-def test_interrupted_turn_is_forgotten(talk: Talk) -> None:
+def test_interrupted_turn_is_removed_from_history(talk: Talk) -> None:
     chat = talk()
     ask(chat, TOLD[0])
     said = list(chat.messages)
@@ -164,14 +164,14 @@ def test_window_bounds_cached_kv(talk: Talk) -> None:
 
 
 @pytest.mark.parametrize("window", [2, 16, 33, 200])
-def test_small_windows_still_answer(talk: Talk, window: int) -> None:
+def test_chat_works_with_small_window(talk: Talk, window: int) -> None:
     chat = talk(max_kv_size=window)
     for text in (*TOLD, "Again. " * 60):
         ask(chat, text)
         assert figures(chat).completion_tokens > 0
 
 
-def test_seed_repeats_answer(talk: Talk) -> None:
+def test_same_seed_gives_same_answer(talk: Talk) -> None:
     chat = talk()
 
     def sampled(seed: int) -> str:
@@ -185,7 +185,7 @@ def test_seed_repeats_answer(talk: Talk) -> None:
     assert sampled(2) != first
 
 
-def test_figures_match_usage(talk: Talk) -> None:
+def test_printed_figures_match_usage(talk: Talk) -> None:
     chat, counted = talk(), AnswerFigures()
     answer = chat.engine.chat(TOLD[0], stream=True)
     assert "".join(measured(answer, counted)) == "Noted."
@@ -215,7 +215,7 @@ def test_template_refusal_is_error() -> None:
 
 
 @pytest.mark.parametrize("text", ["What is the code of the quiet dolphin?", "Thank you."])
-def test_draft_model_does_not_change_dialogue(talk: Talk, text: str) -> None:
+def test_draft_model_does_not_change_answers(talk: Talk, text: str) -> None:
     """Answers end inside proposals, and the next turn continues from there."""
     lines = ["The code of the quiet dolphin is 7315.", text, "The code of the red owl is 9.", text]
     plain, drafted = talk(), talk(draft_model=MODEL)

@@ -1,4 +1,4 @@
-"""`penstock models` and `pull`, against a server of this machine in the place of the hub."""
+"""`penstock models` and `pull`, with a local server in place of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StandInHub:
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[tuple[StandInHub, dict[str, str]]]:
-    """The stand-in, and the environment of a command that uses it."""
+    """Return the stand-in hub, and the environment of a command that uses it."""
     state = StandInHub()
 
     class Handler(BaseHTTPRequestHandler):
@@ -130,7 +130,7 @@ def listed(environment: dict[str, str]) -> list[str]:
     return [model["name"] for model in json.loads(done.stdout)["models"] if model["downloaded"]]
 
 
-def test_pull_downloads_what_serve_and_plan_name(hub: tuple[StandInHub, dict[str, str]]) -> None:
+def test_pulled_model_is_usable_offline(hub: tuple[StandInHub, dict[str, str]]) -> None:
     state, environment = hub
     assert listed(environment) == []
     done = run("pull", NAME, **environment)
@@ -147,7 +147,7 @@ def test_pull_downloads_what_serve_and_plan_name(hub: tuple[StandInHub, dict[str
     assert row.split()[1:6] == ["yes", "4", "GB", "0.6", "GB"]
 
 
-def test_pull_that_broke_keeps_complete_files(hub: tuple[StandInHub, dict[str, str]]) -> None:
+def test_failed_pull_keeps_completed_files(hub: tuple[StandInHub, dict[str, str]]) -> None:
     state, environment = hub
     state.broken, state.cuts = "model.safetensors", 100
     done = run("pull", NAME, **environment)
@@ -160,7 +160,7 @@ def test_pull_that_broke_keeps_complete_files(hub: tuple[StandInHub, dict[str, s
     assert state.gets["config.json"] == 1
 
 
-def test_pull_goes_on_behind_the_last_byte(hub: tuple[StandInHub, dict[str, str]]) -> None:
+def test_interrupted_pull_resumes_inside_file(hub: tuple[StandInHub, dict[str, str]]) -> None:
     state, environment = hub
     state.files["large.txt"] = bytes(24 << 20)  # the hub's client writes 10 MB at a time
     state.broken, state.cuts = "large.txt", 1
@@ -173,7 +173,7 @@ def refusal(done: Done[str]) -> str:
     return done.stderr.splitlines()[-1]
 
 
-def test_refusals_of_pull_say_what_to_do(hub: tuple[StandInHub, dict[str, str]]) -> None:
+def test_pull_errors_suggest_remedy(hub: tuple[StandInHub, dict[str, str]]) -> None:
     _, environment = hub
     missing = refusal(run("pull", "owner/missing", **environment))
     assert f"{environment['HF_ENDPOINT']} has no model owner/missing" in missing
@@ -183,7 +183,7 @@ def test_refusals_of_pull_say_what_to_do(hub: tuple[StandInHub, dict[str, str]])
     assert "http://127.0.0.1:9 cannot be reached" in refusal(run("pull", NAME, **closed))
 
 
-def test_serve_without_a_name_names_what_is_downloaded(
+def test_serve_without_model_lists_downloaded_models(
     hub: tuple[StandInHub, dict[str, str]],
 ) -> None:
     _, environment = hub
@@ -194,7 +194,7 @@ def test_serve_without_a_name_names_what_is_downloaded(
 
 
 def banner_of(model: list[str], environment: dict[str, str]) -> list[str]:
-    """Return what a server prints before it serves, and stop it."""
+    """Return the banner of a server, and stop it."""
     command = [SCRIPT, "serve", *model, "--port", "0"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
@@ -205,7 +205,7 @@ def banner_of(model: list[str], environment: dict[str, str]) -> list[str]:
         return [first.rstrip(), *server.stdout.read().splitlines()]
 
 
-def test_recommended_models_are_sorted_and_fit() -> None:
+def test_recommended_models_are_sorted_and_fit_their_machines() -> None:
     sizes = [model.size_bytes for model in RECOMMENDED.values()]
     assert sizes == sorted(sizes)
     assert len({model.source for model in RECOMMENDED.values()}) == len(sizes)

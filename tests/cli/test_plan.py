@@ -1,4 +1,4 @@
-"""`penstock plan` against MLX's memory, and its text against its numbers."""
+"""`penstock plan` compared with MLX's memory, and its text with its numbers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def no_spare_buffers() -> Iterator[None]:
-    """Keep no freed buffers: MLX gives them out again for arrays up to a page smaller."""
+    """Disable MLX's buffer cache, which returns buffers up to a page too large."""
     before = mx.set_cache_limit(0)
     yield
     mx.set_cache_limit(before)
@@ -69,7 +69,7 @@ def no_spare_buffers() -> Iterator[None]:
 def held_after(
     model: Any, tokens: int, *, max_kv_size: int, kv_bits: int | None, capacity: int | None = None
 ) -> int:
-    """Bytes MLX holds more after a chunked prompt and two single tokens, logits dropped."""
+    """Return the bytes MLX retains after a chunked prompt and two single tokens."""
     gc.collect()
     before = mx.get_active_memory()
     caches = make_kv_cache(model, max_kv_size, kv_bits=kv_bits, capacity=capacity)
@@ -85,7 +85,7 @@ def held_after(
 
 @functools.cache
 def window_cache_bytes(name: str, kv_bits: int | None) -> int:
-    """Bytes that are held of a model whose window of 450 tokens was passed."""
+    """Return the cache bytes of a model after its window of 450 tokens was exceeded."""
     model = build({**SIZES, "model_type": name, **MODELS[name]})
     return held_after(model, 500, max_kv_size=450, kv_bits=kv_bits, capacity=600)
 
@@ -100,7 +100,7 @@ def test_plan_matches_mlx_memory_to_one_percent(name: str, kv_bits: int | None) 
     assert held == pytest.approx(made.chosen.bytes_per_sequence, rel=0.01)
 
 
-def test_request_smaller_than_window_uses_capacity() -> None:
+def test_capacity_of_short_request_is_below_window() -> None:
     config = {**SIZES, "model_type": "gemma3_text", **MODELS["gemma3_text"]}
     spec = memory.read_model_spec(config)
     held = held_after(build(config), 90, max_kv_size=4096, kv_bits=None, capacity=100)
@@ -127,7 +127,7 @@ def test_check_detects_wrong_formula(wrong: dict[str, Any]) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model of 32 layers x 32 heads x 128 in float16, of which only the config exists."""
+    """Return a folder with only the config of a 32-layer model, 32 heads x 128, float16."""
     config = {
         "model_type": "llama",
         "hidden_size": 4096,
@@ -177,7 +177,7 @@ def test_table_shows_correct_arithmetic(capsys: pytest.CaptureFixture[str], fold
 
 @pytest.mark.parametrize("columns", [50, 60, 80])
 @pytest.mark.parametrize("batch", ["1", "4"])
-def test_figures_are_not_truncated_on_narrow_terminals(
+def test_numbers_are_not_truncated_on_narrow_terminals(
     columns: int,
     batch: str,
     capsys: pytest.CaptureFixture[str],
@@ -210,7 +210,7 @@ def test_plan_that_does_not_fit_gives_remedies(
     arguments = (str(folder), "--memory-limit", "20GB", "--batch", "4")
     code, out, _ = run(capsys, *arguments)
     assert code == 1
-    assert "does not fit: caches of 8.59 GB in 6.52 GB beside the weights, 2.07 GB too much" in out
+    assert "does not fit: caches of 8.59 GB in 6.52 GB besides the weights, 2.07 GB too much" in out
     window, batch = re.findall(r"--max-kv-size (\d+) or --batch (\d+) or --kv-bits 8", out)[0]
     assert run(capsys, *arguments, "--max-kv-size", window)[0] == 0
     assert run(capsys, *arguments, "--max-kv-size", str(int(window) + 1))[0] == 1
@@ -281,7 +281,7 @@ def test_unknown_weights_and_long_windows_are_noted() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "deepseek_v3"])
-def test_unquantizable_models_have_engine_rows(
+def test_models_that_mlx_lm_cannot_quantize_have_engine_rows(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model_type: str
 ) -> None:
     latents = {"kv_lora_rank": 64, "qk_rope_head_dim": 64}
@@ -351,7 +351,7 @@ def test_draft_model_weights_are_counted(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["plan", "--hosts", "2", "--draft-model", str(MODEL_PATH)]) == 2
 
 
-def test_tensor_parallel_host_has_its_share(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tensor_parallel_plan_halves_weights_and_kv(capsys: pytest.CaptureFixture[str]) -> None:
     from penstock.recall import MODEL_PATH
 
     whole, part = (made_for(capsys, str(MODEL_PATH), hosts) for hosts in (1, 2))
@@ -361,7 +361,7 @@ def test_tensor_parallel_host_has_its_share(capsys: pytest.CaptureFixture[str]) 
     assert "one of 2 machines" in part["weight_source"]
 
 
-def test_pipeline_host_has_some_layers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pipeline_plan_halves_kv(capsys: pytest.CaptureFixture[str]) -> None:
     from penstock.recall import MODEL_PATH
 
     whole = made_for(capsys, str(MODEL_PATH), 1)
@@ -446,3 +446,37 @@ def test_largest_planned_request_is_admitted(
             engine.submit(Request(prompt=(7,) * (tokens - 1), max_tokens=1)).cancel()
             with pytest.raises(NeverFits):
                 engine.submit(Request(prompt=(7,) * tokens, max_tokens=1))
+
+
+def test_several_models_are_planned_with_pinned_ones_loaded(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
+) -> None:
+    table = tmp_path / "models.toml"
+    table.write_text(
+        f'[[model]]\npath = "{folder}"\nname = "large"\n\n'
+        f'[[model]]\npath = "{MODEL_PATH}"\nname = "small"\npin = true\n'
+    )
+    code, out, err = run(capsys, "--models", str(table), "--memory-limit", "32GB", "--json")
+    made = json.loads(out)
+    large, small = made["models"]
+    assert (code, err, made["fits"]) == (0, "", True)
+    assert made["weight_bytes"] == large["weight_bytes"] + small["weight_bytes"]
+    assert made["free_bytes"] == 32 * 10**9 - made["weight_bytes"]
+    assert small["pinned"] and not large["pinned"]
+    alone = json.loads(run(capsys, str(folder), "--memory-limit", "32GB", "--json")[1])
+    assert large["bytes_per_token"] == alone["chosen"]["full_bytes_per_token"]
+
+    # Exactly the weights of both: the large one fits, and a byte less is refused.
+    limit = made["weight_bytes"]
+    for nbytes, fits in ((limit, True), (limit - 1, False)):
+        code, out, _ = run(capsys, "--models", str(table), "--memory-limit", f"{nbytes}")
+        assert code == (0 if fits else 1)
+        assert ("does not fit" in out) != fits
+        assert "make room for each other" in out
+
+
+def test_single_model_flags_are_refused_for_several_models(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    code, _, err = run(capsys, str(folder), str(MODEL_PATH), "--batch", "4")
+    assert code == 2 and "several models" in err

@@ -27,7 +27,7 @@ from penstock.cli import main, start_progress
 from penstock.cli.banner import banner
 from penstock.cli.commands import app
 from penstock.cli.engines import make_engine
-from penstock.cli.serve import _name
+from penstock.cli.model_table import name_of
 from penstock.cli.settings_file import read_toml
 from penstock.engine.view import EngineView
 from penstock.errors import SettingError
@@ -42,7 +42,7 @@ SERVE = (sys.executable, "-m", "penstock", "serve")
 
 @contextmanager
 def started(*flags: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Start a server on a free port; yield it with its URL, once it has printed it."""
+    """Start a server on a free port; yield it with its URL once the URL is printed."""
     process = subprocess.Popen(
         (*SERVE, "--port", "0", *flags),
         stdout=subprocess.PIPE,
@@ -62,7 +62,7 @@ def started(*flags: str, **environment: str) -> Iterator[tuple[subprocess.Popen[
 
 
 def parsed(monkeypatch: pytest.MonkeyPatch, *flags: str, **environment: str) -> dict[str, Any]:
-    """Return what the command would be called with."""
+    """Return the arguments that the command would be called with."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     command = get_command(app).commands["serve"]  # type: ignore[attr-defined]
@@ -147,7 +147,7 @@ def test_bad_config_file_gives_one_line_error(
     assert says in told and told.count("\n") == 1
 
 
-def test_single_value_in_file_for_repeatable_flag(
+def test_config_file_may_give_one_value_for_repeatable_flag(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "penstock.toml"
@@ -156,7 +156,7 @@ def test_single_value_in_file_for_repeatable_flag(
     assert list(found["cors_origin"]) == ["https://a.example"]
 
 
-def test_file_keys_are_flags(tmp_path: Path) -> None:
+def test_config_file_keys_are_flag_names(tmp_path: Path) -> None:
     file = tmp_path / "penstock.toml"
     file.write_text("max-queue = 3")
     assert read_toml(file, ["max_queue"]) == {"max_queue": 3}
@@ -167,7 +167,7 @@ def test_file_keys_are_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "codec"), [("true", "8"), ("false", None), ('"k8v4"', "k8v4"), ("4", "4")]
 )
-def test_optional_value_flag_is_boolean_in_file(
+def test_optional_value_flag_may_be_boolean_in_config_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, codec: str | None
 ) -> None:
     file = tmp_path / "penstock.toml"
@@ -213,10 +213,10 @@ def test_vllm_mlx_command_line_works() -> None:
         (("--ssd-cache-dir", "/nowhere", "--ssd-cache-limit", "1MB"), "--ssd-cache-limit 1MB"),
         (("--ssd-write-budget", "some"), "--ssd-write-budget"),
         (("--ssd-cache-dir", __file__), f"--ssd-cache-dir {__file__} is a file; name a folder"),
-        (("--ssd-cache-dir", f"{__file__}/x"), "Not a directory; name a folder that can be"),
-        (("--ssd-cache-dir", ""), "--ssd-cache-dir is empty; name a folder, or leave it out"),
+        (("--ssd-cache-dir", f"{__file__}/x"), "Not a directory; use a writable folder"),
+        (("--ssd-cache-dir", ""), "--ssd-cache-dir is empty; set a folder, or remove it"),
         (("--ssd-cache-dir", "/proc/none"), "--ssd-cache-dir /proc/none: No such file"),
-        (("--ssd-cache-dir", "x" * 300), "File name too long; name a folder that can be"),
+        (("--ssd-cache-dir", "x" * 300), "File name too long; use a writable folder"),
         (("--ssd-cache-dir", "~nobody-at-all/x"), "--ssd-cache-dir ~nobody-at-all/x: "),
         (("--session-dir", "", "--ssd-cache-dir", "/tmp"), "--session-dir is empty"),
         (("--session-dir", __file__, "--ssd-cache-dir", "/tmp"), "is a file; name a folder"),
@@ -255,11 +255,11 @@ def test_bad_flags_give_one_line_error(
         (str(MODEL_PATH), MODEL_PATH.name),
     ],
 )
-def test_served_model_name_has_no_path(model: str, name: str) -> None:
-    assert _name(model) == name
+def test_served_model_name_is_last_path_component(model: str, name: str) -> None:
+    assert name_of(model) == name
 
 
-def test_banner_suggests_completions_without_template() -> None:
+def test_banner_suggests_completions_without_chat_template() -> None:
     loaded = load_all(MODEL_PATH)
     with make_engine(loaded, memory_limit="100MB") as engine:
         chatting, continuing = (
@@ -354,7 +354,7 @@ def test_largest_request_in_banner_fits() -> None:
             assert answer.status_code == status, answer.text
 
 
-def test_largest_request_agrees_in_banner_models_and_admission() -> None:
+def test_banner_models_route_and_admission_agree_on_largest_request() -> None:
     with serving(engine={"memory_limit": "38MB"}) as running:
         service = running.service
         most = service.context_tokens
@@ -373,7 +373,7 @@ def fitting(view: EngineView) -> int:
 
 
 def banner_of(**limits: Any) -> list[str]:
-    """Return the lines that a server of the embedded model begins with, in this process."""
+    """Return the banner lines of a server of the embedded model, built in this process."""
     with make_engine(load_all(MODEL_PATH), block_size=64, **limits) as engine:
         return banner(engine, "recall", settings(), 8_000)
 
@@ -400,7 +400,7 @@ def test_banner_counts_sequences_limited_by_window(window: int) -> None:
 
 @contextmanager
 def little_disk(folder: Path) -> Iterator[Path]:
-    """Mount a disk of 50 MB; skip where that is not allowed."""
+    """Mount a disk of 50 MB; skip if mounting is not allowed."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=50m", "none", str(folder)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
@@ -411,7 +411,7 @@ def little_disk(folder: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_full_disk_is_reported_everywhere(
+def test_full_disk_is_reported_in_banner_routes_and_log(
     tmp_path: Path, told: Dialogue, caplog: pytest.LogCaptureFixture
 ) -> None:
     with little_disk(tmp_path / "little") as folder:
@@ -452,7 +452,7 @@ def test_banner_shows_capacity_and_curl_command() -> None:
         assert "4821" in json.loads(done.stdout)["choices"][0]["message"]["content"]
 
 
-def test_banner_capacity_with_codec() -> None:
+def test_banner_shows_raw_and_quantized_capacity() -> None:
     told = "".join(banner_of(memory_limit="200MB", kv_cache_quantization="k8v4")[1:6])
     found = re.search(r"about ([\d,]+) tokens of KV, ([\d,]+) held as rot8/rot4", told)
     assert found is not None, told
@@ -462,7 +462,7 @@ def test_banner_capacity_with_codec() -> None:
 
 @contextmanager
 def a_process(folder: Path, preload: bool) -> Iterator[str]:
-    """Serve with a folder until told to stop."""
+    """Serve with a cache folder in a process until left."""
     flags = ["--ssd-preload"] if preload else []
     with started("--ssd-cache-dir", str(folder), *flags) as (process, url):
         yield url
@@ -472,7 +472,7 @@ def a_process(folder: Path, preload: bool) -> Iterator[str]:
 
 @contextmanager
 def a_codec(folder: Path, preload: bool) -> Iterator[str]:
-    """Serve with a folder, what is held in a codec, in this process."""
+    """Serve with a cache folder and quantized KV in this process."""
     given = {"ssd_cache_dir": folder, "kv_cache_quantization": "k8v4"}
     with serving(engine=given) as running:
         if preload:

@@ -43,7 +43,7 @@ def fields() -> Iterator[tuple[type[Settings], str]]:
             yield kind, name
 
 
-def test_all_settings_classes_are_covered() -> None:
+def test_all_settings_classes_are_tested() -> None:
     kinds = {
         each
         for each in vars(config).values()
@@ -81,7 +81,7 @@ def test_every_setting_has_flag_help_and_variable(kind: type[Settings], name: st
 
 
 def own_variable(option: Any) -> str | None:
-    """Return the first variable of an option; those of other programs come behind it."""
+    """Return the first variable of an option; those of other programs follow it."""
     names = option.envvar
     return names[0] if isinstance(names, list) else names
 
@@ -89,7 +89,7 @@ def own_variable(option: Any) -> str | None:
 def own_options(
     package: str, command: Any, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the first word of each command of a package, with each of its options."""
+    """Yield each option of a package's commands with the command's first word."""
     for name, inner in getattr(command, "commands", {}).items():
         yield from own_options(package, inner, (*path, name))
     module = getattr(command.callback, "__module__", "")
@@ -107,7 +107,7 @@ def settings_with(flag: str) -> list[tuple[Setting, str]]:
 
 
 def twins(package: str, command: Any) -> set[tuple[str, str]]:
-    """Return the options that have a setting's name, but not its help, variable and unit."""
+    """Return the options with a setting's name but different help, variable or unit."""
     return {
         (name, flag)
         for name, option in own_options(package, command)
@@ -159,7 +159,7 @@ def test_flag_defaults_match_settings(kind: type[Settings]) -> None:
 
 
 class Everything(Settings):
-    """A field of each type that there are flags for."""
+    """Settings with a field of each type that has flags."""
 
     rooms: Annotated[int, Field(ge=2, le=9), Setting("Rooms.", "NUMBER")] = 4
     most: Annotated[int, Setting("Most.", "BYTES")] = 1_500_000
@@ -177,7 +177,7 @@ class Everything(Settings):
 
 
 def taken_by(kind: type[Settings], *arguments: str) -> dict[str, Any]:
-    """Return what a command with the flags of some settings is given."""
+    """Return the values that a command receives from these flags."""
     taken: dict[str, Any] = {}
 
     def command(other: str = "other", *, given: Any) -> None:
@@ -191,7 +191,7 @@ def taken_by(kind: type[Settings], *arguments: str) -> dict[str, Any]:
     return taken
 
 
-def test_only_given_values_are_taken() -> None:
+def test_unset_options_keep_defaults() -> None:
     assert taken_by(Everything) == {
         "rooms": 4,
         "most": 1_500_000,
@@ -202,7 +202,7 @@ def test_only_given_values_are_taken() -> None:
     }
 
 
-def test_text_values_are_parsed(tmp_path: Path) -> None:
+def test_option_values_are_parsed(tmp_path: Path) -> None:
     words = (
         "--rooms 9 --most 2GB --least 3KB --where ~/here --bits 4 --when later --layers 1,2 "
         "--friends a --friends b --secret word --loud --wait 2 --quite-long 5"
@@ -233,11 +233,11 @@ def test_empty_secret_is_unset() -> None:
     ("arguments", "says"),
     [
         (("--most", "much"), "--most 'much' is not a size"),
-        (("--where", " "), "--where is empty; name a folder"),
+        (("--where", " "), "--where is empty; set a folder"),
         (("--layers", "1,x"), "--layers 1,x: 'x' is not a number"),
     ],
 )
-def test_unparsable_value_names_its_flag(arguments: tuple[str, str], says: str) -> None:
+def test_error_of_unparsable_value_names_flag(arguments: tuple[str, str], says: str) -> None:
     with pytest.raises(SettingError, match=says):
         taken_by(Everything, *arguments)
 
@@ -252,7 +252,7 @@ def test_size_text_round_trips(count: int) -> None:
     assert size_bytes("--size", size_text(count)) == count
 
 
-def test_command_may_take_subset_of_fields() -> None:
+def test_command_may_use_subset_of_settings() -> None:
     assert Fields(config.EngineSettings, "memory_limit").names == ("memory_limit",)
     assert options.engine_size("owner/model", {"memory_limit": 5}) == {"memory_limit": 5}
 

@@ -54,7 +54,7 @@ def test_terminal_shows_spinner() -> None:
         wait_for("loading a", screen)
 
 
-def test_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dumb_terminal_shows_progress_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start_progress, "QUIET_SECONDS", 0.01)
     screen, lines = io.StringIO(), io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=80, _environ={"TERM": "dumb"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -20,9 +21,11 @@ import httpx
 import pytest
 from patience import SOON
 from run_command import open_terminal
+from served_pool import ONE, served, spec
 from servers import Running, serving
 
 from penstock.cli import main
+from penstock.recall import MODEL_PATH
 from penstock_bench.recall import Dialogue
 
 SCRIPT = Path(sys.executable).parent / "penstock"
@@ -51,7 +54,7 @@ def top(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Return the one line a refusal consists of."""
+    """Return the one-line error of a refused command."""
     capsys.readouterr()
     assert main(["top", *arguments]) == 2
     output, errors = capsys.readouterr()
@@ -61,7 +64,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return line
 
 
-def test_once_prints_server_state(server: Running) -> None:
+def test_once_flag_prints_server_state(server: Running) -> None:
     done = top("--once", "--url", server.url, "--api-key", KEY)
     assert done.returncode == 0 and done.stderr == ""
     stats = server.service.engine.stats()
@@ -71,7 +74,7 @@ def test_once_prints_server_state(server: Running) -> None:
     assert "█" in done.stdout and "weights" in done.stdout and "nodes" in done.stdout
 
 
-def test_json_prints_one_object_per_line(server: Running) -> None:
+def test_json_flag_prints_one_object_per_line(server: Running) -> None:
     done = top("--json", "--once", PENSTOCK_URL=f"{server.url}/v1/", PENSTOCK_API_KEY=KEY)
     (line,) = done.stdout.splitlines()
     told = json.loads(line)
@@ -121,7 +124,7 @@ def test_terminal_screen_is_restored(server: Running) -> None:
 
 
 @pytest.mark.parametrize(("columns", "lines"), [(100, 40), (80, 24), (50, 15)])
-def test_figures_fit_small_terminals(server: Running, columns: int, lines: int) -> None:
+def test_output_fits_small_terminals(server: Running, columns: int, lines: int) -> None:
     sizes = {"COLUMNS": str(columns), "LINES": str(lines)}
     done = top("--once", "--url", server.url, "--api-key", KEY, **sizes)
     shown = done.stdout.splitlines()
@@ -166,7 +169,33 @@ def _read(terminal: int, enough: object) -> str:
     return text
 
 
+def test_several_models_are_listed_and_one_is_watched() -> None:
+    name = "second-of-the-two-models"
+    with served([spec("first", MODEL_PATH), spec(name, MODEL_PATH)], 2 * ONE) as address:
+        done = top("--once", "--url", address.url)
+        assert f"models   first away, {name} away" in done.stdout
+        assert "no model is loaded" in done.stdout.splitlines()[0]
+        for model in ("first", name):
+            address.answer(model)
+        done = top("--once", "--url", address.url, "--model", name)
+        assert re.search(rf"models   first loaded [\d.]+ MB, {name} loaded [\d.]+ MB", done.stdout)
+        assert f"  {name}  " in done.stdout.splitlines()[0]
+        done = top("--once", "--url", address.url, COLUMNS="50")
+        assert "models   2 of 2 loaded" in done.stdout
+        (line,) = top("--json", "--once", "--url", address.url).stdout.splitlines()
+        assert [model["name"] for model in json.loads(line)["models"]] == ["first", name]
+        done = top("--once", "--url", address.url, "--model", "third")
+        assert done.returncode == 2 and f"first, {name}" in done.stderr
+
+
 # ---- refusals
+
+
+def test_unknown_name_for_single_model_is_refused(
+    server: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keyed = ("--url", server.url, "--api-key", KEY, "--once")
+    assert "serves recall, and not other" in refused(capsys, *keyed, "--model", "other")
 
 
 def test_missing_server_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,7 +219,7 @@ def test_invalid_url_is_reported(capsys: pytest.CaptureFixture[str], url: str) -
     assert "--url" in refused(capsys, "--url", url)
 
 
-def test_other_server_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_incompatible_server_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     class Other(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_error(404)
@@ -204,4 +233,4 @@ def test_other_server_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
         line = refused(capsys, "--url", f"http://127.0.0.1:{other.server_port}")
         other.shutdown()
         thread.join()
-    assert "no penstock server" in line
+    assert "not a penstock server" in line

@@ -28,7 +28,7 @@ PLACE = "/home/someone/with-a-long-name/models/of-many-parts/llama-3.2-1b-instru
 
 
 def words(text: str) -> list[str]:
-    """Return the words of a text, with `#` for figures, which differ from run to run."""
+    """Return the words of a text, with `#` for numbers, which differ from run to run."""
     return [FIGURE.sub("#", word) for word in ESCAPE.sub("", text).split()]
 
 
@@ -125,5 +125,5 @@ def test_piped_line_is_not_wrapped() -> None:
     assert output.getvalue().count("\n") == 1
 
 
-def test_overlong_word_is_not_broken() -> None:
+def test_word_longer_than_line_is_not_broken() -> None:
     assert broken(f"at {PLACE} 1,234,567.8 bytes", 20).split("\n")[1] == PLACE

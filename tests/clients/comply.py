@@ -1,4 +1,4 @@
-"""`llm-comply`: schemas and rules of three interfaces, checked from outside."""
+"""`llm-comply`: schemas and rules of three APIs, checked by an external program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECONDS = 600
 
 
 def complied(folder: Path, url: str, form: str) -> list[str]:
-    """Run the tests of an interface, print what came out; return what should not have failed."""
+    """Run the tests of an API, print the results, and return unexpected failures."""
     command = [
         *(str(folder / "bin" / PACKAGE), "-u", f"{url}/v1", "-k", "made-up", "-m", "recall"),
         *("--format", form, "--json", *(ANTHROPIC if form == "anthropic" else ())),

@@ -1,4 +1,4 @@
-"""Run the clients of other projects against the server, once each, and print tables of how it went.
+"""Run clients of other projects once each against the server, and print tables of the results.
 
     python tests/clients/run_clients.py FOLDER [CLIENT...]      (make test-clients)
 
@@ -70,7 +70,7 @@ class Client:
 
     @property
     def folder(self) -> str:
-        """Name of its environment."""
+        """Name of the client's environment."""
         return self.package if self.packages else "npm"
 
 
@@ -81,6 +81,7 @@ CLIENTS = (
     Client("anthropic", "anthropic_messages.py", "", ("anthropic",)),
     Client("litellm chat", "litellm_client.py", "openai", ("litellm", "mcp")),
     Client("litellm messages", "litellm_client.py", "anthropic", ("litellm", "mcp")),
+    Client("ollama", "ollama_client.py", "", ("ollama",)),
     Client("instructor", "instructor_client.py", "", ("instructor", "anthropic")),
     Client("pydantic-ai-slim chat", "pydantic_ai_client.py", "chat", _SLIM),
     Client("pydantic-ai-slim responses", "pydantic_ai_client.py", "responses", _SLIM),
@@ -97,7 +98,7 @@ CLIENTS = (
 
 
 def main() -> int:
-    """Install, enter the namespace, run; the exit code says whether all passed."""
+    """Install the clients, enter the namespace and run; the exit code is 0 if all passed."""
     folder, *words = (word for word in sys.argv[1:] if word != "--inside")
     chosen = [one for one in CLIENTS if not words or any(word in one.name for word in words)]
     root = Path(folder).resolve()
@@ -136,7 +137,7 @@ def _install(root: Path, clients: list[Client], references: list[str], with_comp
 
 
 def _install_python(folder: Path, packages: tuple[str, ...]) -> str | None:
-    """Install packages in an environment of their own; return why that failed."""
+    """Install packages in a separate environment; return the error if that failed."""
     if not (folder / "bin" / "python").exists():
         venv.create(folder, symlinks=True)
     return _error_of(
@@ -201,7 +202,7 @@ def _run(root: Path, clients: list[Client], references: list[str], with_comply: 
 
 
 def _compared(name: str, folder: Path, environment: Mapping[str, str]) -> list[str]:
-    """Run the test that compares with a program, print its end; return what is wrong."""
+    """Run the comparison test with a program, print its end, and return the failures."""
     variable, test, _ = REFERENCES[name]
     more = {variable: str(folder / "bin" / "python")}
     for vocabulary in folder.glob(VOCABULARY):
@@ -221,7 +222,7 @@ def _compared(name: str, folder: Path, environment: Mapping[str, str]) -> list[s
 
 
 def _row(client: Client, folder: Path, environment: Mapping[str, str]) -> list[str]:
-    """Run a client, print its row; return what is wrong."""
+    """Run a client, print its row, and return the failures."""
     if client.packages:
         command = [str(folder / "bin" / "python"), str(HERE / "python" / client.script)]
     else:
@@ -237,7 +238,7 @@ def _row(client: Client, folder: Path, environment: Mapping[str, str]) -> list[s
 def _outcomes(
     command: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[dict[str, str | None], str | None]:
-    """Run a client; return the error of each step, and why it did not come to its end."""
+    """Run a client; return the error of each step, and why it stopped early."""
     process = subprocess.Popen(
         command, env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

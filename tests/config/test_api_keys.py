@@ -20,7 +20,7 @@ def written(folder: Path, text: str, mode: int = 0o600) -> Path:
     return file
 
 
-def test_key_as_plain_text_or_hash(tmp_path: Path) -> None:
+def test_key_may_be_plain_text_or_hash(tmp_path: Path) -> None:
     hashed = digest_of(b"another")
     file = written(
         tmp_path,
@@ -65,7 +65,7 @@ def test_key_file_must_be_private(tmp_path: Path, mode: int) -> None:
         (f'[alice]\nkey = "{SECRET}"\nsalt = "a\\u001fb"\n', "alice: salt"),
         (f'[alice]\nkey = "{SECRET}"\nlimit = 5\n', "alice: limit"),
         (f'[alice]\nkey = "{SECRET}"\nname = "bob"\n', "own name"),
-        (f'["a b"]\nkey = "{SECRET}"\n', "a b is no name"),
+        (f'["a b"]\nkey = "{SECRET}"\n', "a b is not a valid name"),
         (f'[a]\nkey = "{SECRET}"\n[b]\nsha256 = "{digest_of(SECRET.encode())}"\n', "a and b have"),
         (f'[alice]\nkey = "{SECRET}\n', "not TOML"),
     ],
@@ -78,7 +78,7 @@ def test_invalid_key_file_error_never_quotes_keys(tmp_path: Path, text: str, say
     assert SECRET not in line and str(tmp_path) not in line
 
 
-def test_special_or_huge_files_are_refused_at_once(tmp_path: Path) -> None:
+def test_special_or_huge_key_files_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     for path, says in (
         (tmp_path / "pipe", "not a regular file"),

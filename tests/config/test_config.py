@@ -24,17 +24,17 @@ def test_errors_do_not_repeat_secret_values() -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 15])
-def test_keep_may_leave_one_token(keep: int) -> None:
+def test_keep_may_be_window_minus_one(keep: int) -> None:
     assert parse(EngineSettings, memory_limit=1, max_kv_size=16, keep=keep).keep_tokens == keep
 
 
 @pytest.mark.parametrize("keep", [16, 17])
-def test_keep_must_leave_room(keep: int) -> None:
+def test_keep_as_large_as_window_is_refused(keep: int) -> None:
     with pytest.raises(SettingError, match=rf"--keep-kv-size\) {keep} leaves no room .* 16 tokens"):
         parse(EngineSettings, memory_limit=1, max_kv_size=16, keep=keep)
 
 
-def test_default_keep_fits_small_window() -> None:
+def test_default_keep_is_below_small_window() -> None:
     assert parse(EngineSettings, memory_limit=1, max_kv_size=16).keep_tokens == 8
 
 
@@ -51,13 +51,13 @@ def test_default_keep_fits_small_window() -> None:
         ("seed", 2**64),
     ],
 )
-def test_invalid_number_names_its_flag(name: str, value: float) -> None:
+def test_error_of_invalid_number_names_flag(name: str, value: float) -> None:
     with pytest.raises(SettingError, match=f"^--{name.replace('_', '-')} "):
         parse(SamplingSettings, **{name: value})
 
 
 def test_unknown_setting_is_refused() -> None:
-    with pytest.raises(SettingError, match="nonsense is no setting"):
+    with pytest.raises(SettingError, match="nonsense is not a setting"):
         parse(SamplingSettings, nonsense=1)
 
 

@@ -76,7 +76,7 @@ def running(family: str = "llama", **settings: Any) -> Iterator[Core]:
 
 
 def answers(core: Core, *prompts: Sequence[int], tokens: int = 12, **more: Any) -> list[list[int]]:
-    """Return the answers to prompts that are asked together."""
+    """Return the answers to concurrent prompts."""
     asked = [Request(prompt=tuple(p), max_tokens=tokens, ignore_eos=True, **more) for p in prompts]
     handles = [core.submit(request) for request in asked]
     while core.step():
@@ -100,7 +100,7 @@ def alone(core: Core, *prompts: Sequence[int], tokens: int = 12) -> list[list[in
         ("falcon_h1", {}),
     ],
 )
-def test_attend_budget_of_all_tokens_matches_full_attention(
+def test_token_budget_above_length_matches_full_attention(
     family: str, more: dict[str, Any]
 ) -> None:
     prompts = LONG, SHORT
@@ -244,7 +244,7 @@ def test_restored_blocks_are_indexed(tmp_path: Path, reads_all: None) -> None:
         assert indexed == held * core.view.index_token_bytes
 
 
-def test_selection_is_independent_of_dropped_windows() -> None:
+def test_selection_ignores_dropped_window_kv() -> None:
     """Full layers select where the KV of windowed layers was evicted."""
     settings, told = {**SMALL, "attend_tokens": LEAST}, []
     asked = [token % 90 for token in LONG]
@@ -260,7 +260,7 @@ def test_selection_is_independent_of_dropped_windows() -> None:
 
 
 def scored(core: Core, *prompts: Sequence[int], tokens: int = 2, **more: Any) -> list[Choice]:
-    """Return the answers to prompts that are asked together, with their log-probabilities."""
+    """Return the answers to concurrent prompts, with their log-probabilities."""
     sampling = Sampling(logprobs=True, top_logprobs=5)
     asked = {"max_tokens": tokens, "ignore_eos": True, "sampling": sampling, **more}
     handles = [core.submit(Request(prompt=tuple(p), **asked)) for p in prompts]
@@ -331,12 +331,12 @@ def test_first_token_uses_full_attention_in_batch_with_selective_rows() -> None:
 
 @pytest.fixture
 def proposals_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check as many tokens whatever a busy machine measures."""
+    """Verify the same number of tokens whatever a busy machine measures."""
     monkeypatch.setattr(StepCosts, "ratio", lambda *_: 1.0)
 
 
 def drafted(family: str) -> dict[str, Any]:
-    """Return settings of proposals that are mostly right: those of the same model, reading all."""
+    """Return settings with a draft of the same model, so that most proposals are right."""
     if family == "falcon_h1":  # recurrent layers cannot draft
         return {"speculative_tokens": 4}
     return {"speculative_tokens": 4, "draft_model": (deepcopy(model_of(family)), None)}
@@ -357,7 +357,7 @@ REPEATS = prompt(60, 4) * 4
         ("falcon_h1", {}),
     ],
 )
-def test_verified_tokens_select_separately(
+def test_verification_selects_tokens_per_proposed_token(
     family: str, more: dict[str, Any], proposals_pay: None
 ) -> None:
     begins = prompt(120, 5)  # to choose in its answer
@@ -371,7 +371,7 @@ def test_verified_tokens_select_separately(
         assert core.counters.decode_steps < plain
 
 
-def test_check_detects_proposals_read_with_full_attention(
+def test_check_detects_full_attention_in_verification(
     monkeypatch: pytest.MonkeyPatch, proposals_pay: None
 ) -> None:
     """Negative control."""
@@ -448,7 +448,7 @@ def test_bytes_are_reserved_before_allocation(more: dict[str, Any], proposals_pa
 
 
 def known(settings: dict[str, Any], tokens: int = 2_000, facts: int = 6) -> int:
-    """Return how many facts of a dialogue the embedded model knows."""
+    """Return the number of facts of a dialogue that the embedded model recalls."""
     model, tokenizer = load(MODEL_PATH)
     talk = dialogue(3, tokens=tokens, facts=facts)
     core = Core(model, memory_limit="200MB", max_batch_size=1, **settings)
@@ -465,7 +465,7 @@ def known(settings: dict[str, Any], tokens: int = 2_000, facts: int = 6) -> int:
     return right
 
 
-def test_selection_finds_needles_that_window_loses(
+def test_selection_recalls_facts_that_window_loses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert known({"attend_tokens": LEAST}) == 6

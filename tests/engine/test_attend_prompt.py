@@ -1,28 +1,32 @@
-"""Chunks of prompts that read a part of the tokens in front of them."""
+"""Selective attention in prefill chunks."""
 
 from __future__ import annotations
 
-import sys
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from core_parts import cached_nodes
 from engine_faults import model_of
 from spilled_engine import spilling_of
 from test_attend import LONG, OTHER, SMALL, answers, prompt, running
-from threadpoolctl import threadpool_info
 from tiny_families import build
 
 from penstock.attention import devices
 from penstock.attention.attention_plan import DecodeRow
 from penstock.attention.mlx_backend import GPUBackend
 from penstock.attention.selection.chunk_choice import ChunkChoice
+from penstock.attention.selection.key_centers import KeyCenters
 from penstock.attention.selection.key_index import KeyIndex
+from penstock.attention.selection.rotations import Rotation
 from penstock.attention.selection.selection import Selection
 from penstock.attention.span_attention import AttentionWindow
 from penstock.engine.core import Core
+from penstock.engine.request import Request
 from penstock.engine.run import executor
 from penstock.errors import SettingError
 from penstock.kv.segment import KVSpan, Segment
@@ -37,88 +41,140 @@ SCALE = 0.125
 
 @pytest.fixture(autouse=True)
 def short_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the prompts of these tests be longer than the end that reads all."""
+    """Shorten the end of a prompt that uses full attention."""
     monkeypatch.setattr(executor, "WHOLE_TOKENS", 32)
 
 
 class Chunk:
-    """Keys and values of a layer in front of a chunk, in segments, and those of the chunk."""
+    """A layer's KV before a chunk, in segments, and the KV of the chunk.
 
-    def __init__(self, lengths: list[int], *, kv_heads: int, repeats: int, tokens: int) -> None:
+    Args:
+        lengths: tokens of the segments in front of it.
+    """
+
+    def __init__(
+        self, lengths: list[int], *, kv_heads: int, repeats: int, tokens: int,
+        dtype: mx.Dtype = mx.float32,
+    ) -> None:  # fmt: skip
         draw, dim = np.random.default_rng(len(lengths)), 64
 
         def some(*shape: int) -> mx.array:
-            return mx.array(draw.normal(size=(1, *shape, dim)).astype(np.float32))
+            return mx.array(draw.normal(size=(1, *shape, dim)).astype(np.float32)).astype(dtype)
 
-        self.index, parts, start = KeyIndex(frozenset({0})), [], 0
-        for columns in lengths:
-            segment = Segment(((2 * some(kv_heads, columns), some(kv_heads, columns)),))
-            indexed = self.index.indexed(segment, start, devices.current())
-            parts.append(KVSpan(indexed, start, columns))
-            start += columns
-        self.row = DecodeRow(tuple(parts), start, 0, 0)
-        self.new = some(kv_heads, tokens), some(kv_heads, tokens)
+        turns = 10.0 ** -draw.uniform(0, 4, dim // 2)
+        rotation = Rotation.shared(
+            np.concatenate([-turns, turns]), np.roll(np.arange(dim), dim // 2)
+        )
+        vectors = draw.normal(size=(kv_heads, dim)).astype(np.float32)
+        self.index = KeyIndex(frozenset({0}), centers={0: KeyCenters(vectors, rotation)})
+        self.before, self.tokens = sum(lengths), tokens
+        self.sides = tuple(2 * some(kv_heads, self.before + tokens) for _ in range(2))
         self.queries = 2 * some(kv_heads * repeats, tokens)
+        self.ends = list(accumulate(lengths))
 
-    def read(self, device: Any, tokens: int, sinks: mx.array | None = None) -> Any:
-        choice = ChunkChoice(Selection(tokens, self.index, recent=160), self.row)
-        assert choice.applies(0, AttentionWindow(), self.queries.shape[2])
-        assert not choice.applies(0, AttentionWindow(), 250), "more than are read whole"
-        assert not choice.applies(1, AttentionWindow(), self.queries.shape[2])
-        return np.array(choice.attend(device, 0, self.queries, self.new, SCALE, sinks))
+    def segment(self, start: int, end: int) -> Segment:
+        layer = self.sides[0][:, :, start:end], self.sides[1][:, :, start:end]
+        return self.index.indexed(Segment((layer,)), start, devices.current())
+
+    def read(
+        self, device: Any, tokens: int, sinks: mx.array | None = None, cuts: tuple[int, ...] = ()
+    ) -> Any:
+        """Attend, in several chunks that begin at `cuts`."""
+        cuts = 0, *cuts, self.tokens
+        read = []
+        for start, end in pairwise(cuts):
+            offset = self.before + start
+            spans = [
+                KVSpan(self.segment(first, last), first, last - first)
+                for first, last in pairwise([0, *self.ends, *(self.before + x for x in cuts[1:])])
+                if last <= offset
+            ]
+            row = DecodeRow(tuple(spans), offset, 0, 0)
+            choice = ChunkChoice(Selection(tokens, self.index), row)
+            assert choice.begin(0, AttentionWindow(), end - start) == 0
+            assert choice.begin(1, AttentionWindow(), end - start) is None
+            own = self.segment(offset, self.before + end)
+            assert own.index[0] is not None
+            where = self.queries[:, :, start:end], own.layers[0], own.index[0], SCALE, sinks
+            read.append(np.array(choice.attend(device, 0, *where), np.float32))
+        return np.concatenate(read, axis=2)
 
     def whole(self, sinks: mx.array | None = None) -> Any:
-        before = [part.segment.layers[0] for part in self.row.parts]
-        keys, values = (
-            mx.concatenate([*(layer[n] for layer in before), self.new[n]], axis=2) for n in (0, 1)
-        )
-        where = {"columns": None, "start": self.row.position, "scale": SCALE, "sinks": sinks}
+        where = {"columns": None, "start": self.before, "scale": SCALE, "sinks": sinks}
         window = AttentionWindow()
-        read = GPUBackend().prefill(self.queries, keys, values, attention_window=window, **where)
-        return np.array(read)
+        read = GPUBackend().prefill(self.queries, *self.sides, attention_window=window, **where)
+        return np.array(read, np.float32)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Accelerate has no such limit")
-def test_two_threads_of_a_group_share_no_threaded_blas() -> None:
-    if not isinstance(devices.current(), CPUBackend):
-        pytest.skip("a GPU reads")
-
-    class Watched(CPUBackend):
-        def divide(self, function: Any, tasks: Any, meanwhile: Any = None) -> Any:
-            libraries = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
-            limits.append(max(pool["num_threads"] for pool in libraries))
-            return super().divide(function, tasks, meanwhile)
-
-    limits: list[int] = []
-    before = max(p["num_threads"] for p in threadpool_info() if p["user_api"] == "blas")
-    Chunk([700], kv_heads=2, repeats=2, tokens=64).read(Watched(), 256)
-    assert limits and limits[0] == 1
-    assert before == max(p["num_threads"] for p in threadpool_info() if p["user_api"] == "blas")
+SHAPES: list[dict[str, Any]] = [
+    {"kv_heads": 2, "repeats": 3, "tokens": 150},
+    {"kv_heads": 1, "repeats": 1, "tokens": 33},
+    {"kv_heads": 3, "repeats": 2, "tokens": 90},
+    {"kv_heads": 2, "repeats": 2, "tokens": 64, "dtype": mx.float16},
+]
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("lengths", [[700], [256, 100, 344], [5, 403, 230]])
 @pytest.mark.parametrize("sunk", [False, True])
-@pytest.mark.parametrize("lengths", [[700], [256, 100, 344]])
-def test_devices_read_same_tokens_of_chunk(lengths: list[int], sunk: bool) -> None:
+def test_devices_select_same_tokens_for_chunk(
+    lengths: list[int], sunk: bool, shape: dict[str, Any]
+) -> None:
     pytest.importorskip("numba")
-    chunk = Chunk(lengths, kv_heads=2, repeats=3, tokens=150)
-    sinks = mx.array([0.5, 1.0, 2.0, 0.1, 0.0, -1.0]) if sunk else None
+    chunk = Chunk(lengths, **shape)
+    heads = chunk.queries.shape[1]
+    sinks = mx.array(np.linspace(-1, 2, heads)).astype(chunk.queries.dtype) if sunk else None
     by_loops, reference = (chunk.read(d, 384, sinks) for d in (CPUBackend(), GPUBackend()))
-    assert np.allclose(by_loops, reference, atol=1e-4)
+    rounding = 0.02 if chunk.queries.dtype == mx.float16 else 1e-4
+    assert np.allclose(by_loops, reference, atol=rounding)
     whole = chunk.whole(sinks)
-    assert not np.allclose(reference, whole, atol=1e-4), "it reads a part"
+    assert not np.allclose(reference, whole, atol=rounding), "it reads a part"
     assert np.abs(reference - whole).mean() < np.abs(whole).mean()
-    nearer = np.abs(chunk.read(CPUBackend(), 672, sinks) - whole).mean()
+    nearer = np.abs(chunk.read(CPUBackend(), 608, sinks) - whole).mean()
     assert nearer < 0.5 * np.abs(reference - whole).mean()
 
 
-def test_text_is_that_of_reading_all_up_to_n_tokens() -> None:
+@pytest.mark.parametrize("cuts", [(64,), (32, 96), (20, 21, 100)])
+def test_group_output_is_independent_of_chunks(cuts: tuple[int, ...]) -> None:
+    """Outputs are bit-identical if chunks begin at groups; other cuts change a choice."""
+    pytest.importorskip("numba")
+    chunk = Chunk([320, 100, 220], kv_heads=2, repeats=2, tokens=150)
+    together = chunk.read(CPUBackend(), 256)
+    apart = chunk.read(CPUBackend(), 256, cuts=cuts)
+    by_groups = all(cut % 32 == 0 for cut in cuts)
+    assert np.array_equal(together, apart) == by_groups
+    assert np.abs(together - apart).mean() < 0.2 * np.abs(together).mean()
+
+
+def test_index_of_selective_chunk_matches_recomputed_index() -> None:
+    """The index that a chunk makes before it attends is the one of its segment."""
+    with running(**{**CHOICE, "prefill_chunk": 256}) as core:
+        answers(core, prompt(600))
+        assert cached_nodes(core)
+        for node in cached_nodes(core):
+            again = core.runner.indexed(replace(node.segment, index=()), node.start)
+            for one, other in zip(node.segment.index, again.index, strict=True):
+                assert one is not None and other is not None
+                assert all(map(mx.array_equal, one.parts, other.parts))
+
+
+@pytest.mark.parametrize("chunk", [32, 96, 512])
+def test_selective_prefill_text_is_independent_of_chunk_size(chunk: int) -> None:
+    talk = prompt(600)
+    with running(**CHOICE) as core:
+        expected = answers(core, talk)
+    with running(**{**CHOICE, "prefill_chunk": chunk}) as core:
+        assert answers(core, talk) == expected
+
+
+def test_prompt_below_budget_uses_full_attention() -> None:
     with running() as core:
         expected = answers(core, LONG, OTHER)
     with running(**{**CHOICE, "attend_tokens": 512, "attend_prompt": 512}) as core:
         assert answers(core, LONG, OTHER) == expected
 
 
-def test_prompt_reads_part_and_text_does_not_depend_on_batch_or_cache() -> None:
+def test_selective_prefill_text_is_independent_of_batch_and_cache() -> None:
     talks = prompt(600), prompt(500, 4)
     with running(attend_tokens=128) as core:
         expected = answers(core, *talks)
@@ -130,7 +186,31 @@ def test_prompt_reads_part_and_text_does_not_depend_on_batch_or_cache() -> None:
         assert [answers(core, talk)[0] for talk in reversed(talks)] == first[::-1], "alone"
 
 
-def test_spilled_prompt_reads_same_blocks(tmp_path: Path) -> None:
+def test_prompt_logprobs_ignore_selective_prefill() -> None:
+    """Log-probabilities are those of full attention; passes end elsewhere, which rounds."""
+    talk, scores = prompt(600), []
+    for settings in ({"attend_tokens": 128, "block_size": 32}, CHOICE):
+        with running(**settings) as core:
+            asked = Request(prompt=talk, max_tokens=1, ignore_eos=True, prompt_logprobs=2)
+            handle = core.submit(asked)
+            while core.step():
+                pass
+            assert handle.prompt_logprobs is not None and handle.prompt_logprobs.done
+            scores.append([token.logprob for token in [*handle.prompt_logprobs][1:]])
+    whole, selective = (np.array(of, np.float64) for of in scores)
+    assert len(whole) == len(talk) - 1
+    assert np.allclose(whole, selective, atol=1e-4)
+
+
+def test_parallel_choices_match_single_after_selective_prefill() -> None:
+    talk = prompt(600)
+    with running(**CHOICE) as core:
+        one = answers(core, talk)[0]
+    with running(**CHOICE) as core:
+        assert answers(core, talk, n=3) == [one] * 3
+
+
+def test_spilled_prompt_selects_same_blocks(tmp_path: Path) -> None:
     talk = prompt(900)
     with running(**CHOICE) as core:
         expected = answers(core, talk)
@@ -141,7 +221,7 @@ def test_spilled_prompt_reads_same_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "falcon_h1", "qwen"])
-def test_families_read_prompts_in_part(family: str) -> None:
+def test_model_families_support_selective_prefill(family: str) -> None:
     core = Core(build(family), **{**SMALL, **CHOICE})
     try:
         assert len(answers(core, [token % 90 for token in prompt(500)])[0]) == 12
@@ -149,7 +229,7 @@ def test_families_read_prompts_in_part(family: str) -> None:
         core.close()
 
 
-def test_embedded_model_knows_facts_of_prompt_read_in_part() -> None:
+def test_embedded_model_recalls_facts_with_selective_prefill() -> None:
     talk = dialogue(3, tokens=3_000, facts=6, place=(0.0, 0.3))
     model, tokenizer = load(MODEL_PATH)
     core = Core(model, tokenizer, memory_limit="300MB", max_batch_size=1, **CHOICE)
@@ -163,7 +243,7 @@ def test_embedded_model_knows_facts_of_prompt_read_in_part() -> None:
         core.close()
 
 
-def test_settings_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+def test_incompatible_settings_are_refused(tmp_path: Path) -> None:
     spilled = {**CHOICE, "active_kv_size": 256, "ssd_cache_dir": tmp_path}
     for settings, what in (
         ({"attend_prompt": 256}, "attend_tokens"),

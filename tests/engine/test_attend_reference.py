@@ -1,4 +1,4 @@
-"""A choice in MLX's operations goes with everything that one by compiled loops goes with."""
+"""Selective attention in MLX operations works with the features that compiled loops support."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def answers(core: Core, *prompts: Sequence[int], **more: Any) -> list[list[int]]
         ("cohere2", {}),
     ],
 )
-def test_text_is_that_of_single_requests(family: str, more: dict[str, Any]) -> None:
+def test_batched_cached_and_speculative_text_matches_single_requests(
+    family: str, more: dict[str, Any]
+) -> None:
     """In batches, cached, for n choices, and with proposals."""
     with running(family, **more) as core:
         expected = [answers(core, one)[0] for one in (LONG, OTHER)]
@@ -102,7 +104,7 @@ def test_prompt_logprobs_use_full_attention() -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"attend_rest": True}])
-def test_spilled_text_is_that_in_memory(tmp_path: Path, more: dict[str, Any]) -> None:
+def test_spilled_text_matches_text_from_memory(tmp_path: Path, more: dict[str, Any]) -> None:
     asked = prompt(700, 2)
     with using(GPUBackend()):
         with spilled(tmp_path / "whole", active_kv_size=None, **more) as core:

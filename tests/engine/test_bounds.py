@@ -53,7 +53,7 @@ EVERYTHING = Sampling(
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and requests that are as long as may be."""
+    """A model, and requests of the maximum length."""
 
     name: str
     prompt_tokens: int
@@ -154,7 +154,7 @@ cases = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES]
 
 @dataclass
 class Watch:
-    """A core, and what MLX had allocated before it."""
+    """A core, and the bytes that MLX had allocated before it."""
 
     core: Core
     others: int
@@ -196,7 +196,7 @@ class Watch:
         assert self.core.view.idle
 
     def tighten(self, request: Request) -> None:
-        """Lower the limit as far as can be for a request."""
+        """Lower the limit to the least that a request needs."""
         tokens = len(request.prompt) + request.max_tokens - 1
         sequence = self.core.view.sequence_bytes(tokens)
         self.core.set_limit(self.core.ledger.used_bytes + sequence.per_sequence + sequence.shared)
@@ -204,7 +204,7 @@ class Watch:
 
 @contextmanager
 def watched(case: Case, **settings: Any) -> Iterator[Watch]:
-    """Make an engine of a case; the garbage collector rests until it is closed."""
+    """Open an engine for a case, without garbage collection until it is closed."""
     model = case.model()
     gc.collect()
     gc.disable()
@@ -291,7 +291,7 @@ def test_memory_stays_within_limit_for_window_and_chunk_settings(case: Case) -> 
         assert finished(handles)
 
 
-def test_dropped_tokens_after_keep_are_freed() -> None:
+def test_tokens_dropped_after_keep_are_freed() -> None:
     """Of a span across the keep boundary only the first tokens are held."""
     with watched(CROSSED[-1]) as watch:
         core = watch.core
@@ -348,7 +348,7 @@ def test_peak_measurement_runs_a_fixed_number_of_times(limit_seconds: float, rou
 
 
 @pytest.mark.parametrize(("ranks", "rounds"), [(1, 1), (2, step_trials.RANK_ROUNDS)])
-def test_slow_step_is_measured_a_few_times_with_several_ranks(
+def test_slow_step_is_measured_equally_often_on_every_rank(
     monkeypatch: pytest.MonkeyPatch, ranks: int, rounds: int
 ) -> None:
     """Ranks cannot agree on when it is slow, so all of them repeat it equally often."""
@@ -356,10 +356,10 @@ def test_slow_step_is_measured_a_few_times_with_several_ranks(
     runs: list[int] = []
     prefill = core.runner.prefill
 
-    def noting(tokens: Sequence[int], *given: Any) -> Any:
+    def noting(tokens: Sequence[int], *given: Any, **more: Any) -> Any:
         if len(tokens) > step_trials.TRIAL_TOKENS:
             runs.append(len(tokens))
-        return prefill(tokens, *given)
+        return prefill(tokens, *given, **more)
 
     monkeypatch.setattr(core.runner, "prefill", noting)
     monkeypatch.setattr(core.runner, "ranks", ranks)
@@ -442,7 +442,7 @@ def test_memory_stays_within_limit_beyond_calibrated_length(
 
 
 @cases
-def test_held_bytes_match_mlx_within_3_percent(case: Case) -> None:
+def test_ledger_matches_mlx_memory_within_3_percent(case: Case) -> None:
     with watched(case) as watch:
         mx.set_cache_limit(0)  # a buffer that is used again may be larger than it need be
         handles = [watch.core.submit(case.request(number)) for number in range(case.requests)]
@@ -499,7 +499,7 @@ def test_no_leak_after_many_different_prompts() -> None:
         assert len(set(left)) == 1, left
 
 
-def test_waiting_choices_share_prompt_tokens() -> None:
+def test_queued_choices_share_prompt_token_list() -> None:
     """128 choices of a long prompt would otherwise be 128 lists of tokens."""
     hot = Sampling(temperature=2.0, seed=3)
     with watched(CASES[0]) as watch:
@@ -521,7 +521,7 @@ def test_waiting_choices_share_prompt_tokens() -> None:
 
 
 class MeasuresThird(MemoryEstimator):
-    """Thinks that a step takes a third of what it does."""
+    """Measures a third of a step's peak."""
 
     @property
     def step_bytes(self) -> int:
@@ -529,7 +529,7 @@ class MeasuresThird(MemoryEstimator):
 
 
 class CountsHalfTheTree(EngineView):
-    """Holds more than it says."""
+    """Counts half of the tree's bytes."""
 
     @property
     def held_bytes(self) -> int:
@@ -537,7 +537,9 @@ class CountsHalfTheTree(EngineView):
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), EVERYTHING], ids=["greedy", "sampling"])
-def test_check_detects_unreserved_step(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_step_without_reservation(
+    sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In chunks of 512, which dominate the reserved bytes."""
     large = next(case for case in CASES if "large blocks" in case.name)
     case = replace(large, prompt_tokens=1_000, sampling=sampling)

@@ -1,4 +1,4 @@
-"""`EngineView.explain` of prompts that were not found."""
+"""`EngineView.explain` of prompts that are not fully cached."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.models.mlx_lm import encode
 from penstock.recall import MODEL_PATH
 
 
-def test_first_differing_token_is_reported_with_text() -> None:
+def test_explain_reports_first_differing_token_with_text() -> None:
     model, tokenizer = penstock.load(MODEL_PATH)
     core = Core(model, tokenizer, memory_limit="100MB", block_size=8)
     told = encode(tokenizer, "The code of the amber falcon is 4821. Animals are good company.")
@@ -36,7 +36,7 @@ def test_first_differing_token_is_reported_with_text() -> None:
     core.close()
 
 
-def test_changing_text_between_prompts_is_named() -> None:
+def test_explain_quotes_text_that_changes_between_prompts() -> None:
     model, tokenizer = penstock.load(MODEL_PATH)
     core = Core(model, tokenizer, memory_limit="100MB", block_size=8)
     told, asked, other = (
@@ -68,7 +68,7 @@ CASES = pairs(("llama", "gemma3_text", "falcon_h1"), FORMS, (1, 5, 16, 32), (1, 
 
 
 @pytest.mark.parametrize(("family", "form", "block_size", "chunk"), CASES)
-def test_request_reuses_explained_tokens(
+def test_request_reuses_tokens_reported_by_explain(
     family: str, form: tuple[str | None, str], block_size: int, chunk: int
 ) -> None:
     """Whole blocks, inside a block, at and after the end of an answer, and on a branch."""
@@ -91,7 +91,7 @@ def test_request_reuses_explained_tokens(
         core.close()
 
 
-def test_last_block_of_coded_prompt_is_not_reused() -> None:
+def test_last_block_of_quantized_prompt_is_not_reused() -> None:
     told = tuple(prompt_of(64))
     for form, reusable in ((("turbo8", "active"), 48), (("turbo8", "at-rest"), None)):
         core = in_form("llama", form)
@@ -104,7 +104,7 @@ def test_last_block_of_coded_prompt_is_not_reused() -> None:
 
 
 def in_form(family: str, form: tuple[str | None, str], **settings: Any) -> Core:
-    """Return an engine whose blocks are all held in a codec, as soon as it may."""
+    """Return an engine that quantizes all blocks as early as possible."""
     codec, when = form
     coded = {"kv_cache_quantization": codec, "kv_cache_quantize_when": when}
     all_of_it = {"kv_cache_min_quantize_tokens": 0, "kv_cache_raw_first_tokens": 0}

@@ -1,4 +1,4 @@
-"""Answers as their events arrive: text, tokens, finish."""
+"""Answers while their events arrive: text, tokens, finish."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LONG = 4_000_000
 END = Finish(0, "stop", " end\r\n", None, Usage(1, 0, 3))
 
 
-def test_answer_text_joins_its_events() -> None:
+def test_answer_text_joins_text_of_events() -> None:
     handle = Handle(Request(prompt=(1,), max_tokens=4), lambda _: None)
     (choice,) = handle.choices
     events: list[Event] = [Token(0, 5, "a\r"), Token(0, 6, ""), Token(0, 7, "é\n", -0.5), END]
@@ -22,7 +22,7 @@ def test_answer_text_joins_its_events() -> None:
     assert (choice.logprobs, choice.finish, handle.done) == ([events[2]], END, True)
 
 
-def test_token_cost_is_independent_of_answer_length() -> None:
+def test_cost_per_token_is_independent_of_answer_length() -> None:
     """Copying the answer for each token would be quadratic."""
     choice = Choice()
     choice.take(Token(0, 1, "a" * LONG))
@@ -39,7 +39,7 @@ def test_token_cost_is_independent_of_answer_length() -> None:
 
 
 def _peak(choice: Choice) -> int:
-    """Return the bytes that one more token takes, at their peak."""
+    """Return the peak bytes of appending one more token."""
     before, _ = tracemalloc.get_traced_memory()
     tracemalloc.reset_peak()
     choice.take(Token(0, 1, "b"))

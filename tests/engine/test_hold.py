@@ -24,7 +24,7 @@ def prompt(seed: int, tokens: int = 160) -> tuple[int, ...]:
 
 
 class Held:
-    """A core with room for a few prompts, and a clock that stands still by itself."""
+    """A core with room for a few prompts, and a clock that does not advance by itself."""
 
     def __init__(self, **settings: Any) -> None:
         self.now = 0.0
@@ -41,7 +41,7 @@ class Held:
         return handle
 
     def crowd(self, first: int = 100) -> None:
-        """Ask what has nothing to do with anything, more than there is room for, twice each."""
+        """Send unrelated prompts, more than fit, twice each."""
         for seed in range(first, first + 12):
             self.now += 1
             self.ask(prompt(seed))
@@ -60,7 +60,7 @@ def small() -> Iterator[Held]:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1_000.0])
-def test_held_prompt_survives_eviction_pressure(small: Held, seconds: float) -> None:
+def test_prompt_on_hold_is_evicted_last(small: Held, seconds: float) -> None:
     """With the negative control: not held, it is evicted."""
     small.ask(prompt(0), hold_seconds=seconds)
     small.crowd()
@@ -76,7 +76,7 @@ def test_hold_expires(small: Held) -> None:
     assert small.found(prompt(0)) == 0
 
 
-def test_each_request_renews_hold(small: Held) -> None:
+def test_every_request_renews_hold(small: Held) -> None:
     for _ in range(3):
         small.ask(prompt(0), hold_seconds=60.0)
         small.now += 40.0
@@ -88,7 +88,7 @@ def test_each_request_renews_hold(small: Held) -> None:
     assert small.found(prompt(0)) == 0
 
 
-def test_hold_covers_only_first_tokens(small: Held) -> None:
+def test_hold_covers_only_requested_first_tokens(small: Held) -> None:
     """As whole nodes: of chunks of 64 tokens, the second holds token 65."""
     small.ask(prompt(0), hold_seconds=1_000.0, hold_tokens=65)
     held = {view.start: view.held_seconds for view in small.core.view.tree()}
@@ -97,7 +97,7 @@ def test_hold_covers_only_first_tokens(small: Held) -> None:
     assert small.found(prompt(0)) == 128
 
 
-def test_held_nodes_are_evicted_for_running_requests(small: Held) -> None:
+def test_nodes_on_hold_are_evicted_for_running_requests(small: Held) -> None:
     """Everything is held, and a prompt that needs the room gets it."""
     for seed in range(30):
         small.now += 1
@@ -121,7 +121,7 @@ def test_cancelled_answer_keeps_hold(small: Held) -> None:
     assert small.found(prompt(0)) == 160
 
 
-def test_first_tokens_stay_held_past_window() -> None:
+def test_hold_lasts_when_answer_exceeds_window() -> None:
     small = Held(max_kv_size=128, keep=32)
     small.ask(prompt(0, 100), max_tokens=200, hold_seconds=1_000.0)
     assert small.core.view.tree()
@@ -137,7 +137,7 @@ def test_holds_are_per_tenant(small: Held) -> None:
 
 
 @pytest.mark.parametrize("shares", [False, True])
-def test_unshared_request_leaves_nothing_cached(small: Held, shares: bool) -> None:
+def test_request_with_cache_prompt_false_leaves_nothing_cached(small: Held, shares: bool) -> None:
     """Its choices share the prompt. The negative control caches its answers."""
     small.core.set_limit(fixed_bytes_of(small.core) + 4_000_000)
     first = small.ask(prompt(0)).result(0.0)
@@ -154,7 +154,7 @@ def test_unshared_request_leaves_nothing_cached(small: Held, shares: bool) -> No
         assert small.found(prompt(0)) == 160
 
 
-def test_cancelled_unshared_request_leaves_nothing_cached(small: Held) -> None:
+def test_cancelled_request_with_cache_prompt_false_is_not_cached(small: Held) -> None:
     handle = small.core.submit(Request(prompt=prompt(0), max_tokens=200, cache_prompt=False))
     for _ in range(8):
         small.core.step()
@@ -165,7 +165,7 @@ def test_cancelled_unshared_request_leaves_nothing_cached(small: Held) -> None:
     assert small.core.view.stats().held_tokens == 0
 
 
-def test_private_salt_is_made_once() -> None:
+def test_private_salt_is_generated_once_per_request() -> None:
     """Other ranks rebuild a request from its fields."""
     own, other = (Request(prompt=(1,), salt="a", cache_prompt=False) for _ in range(2))
     assert own.salt.startswith("a\0") and own.salt != other.salt

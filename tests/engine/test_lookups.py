@@ -29,7 +29,7 @@ PROMPT = tuple(range(1, 101))
 
 
 class Calls:
-    """Blocks of each look-up, and tokens of each hash, since `clear`."""
+    """Blocks per look-up and tokens per hashing since `clear`."""
 
     def __init__(self) -> None:
         self.lookups: list[int] = []
@@ -67,7 +67,7 @@ def core() -> Any:
 
 
 def admit(core: Core) -> list[Answer]:
-    """Do a step's first call, and return the sequences that have a place then."""
+    """Run the first call of a step, and return the sequences with a slot."""
     core.planner.schedule(core.clock())
     return placed_sequences(core)
 
@@ -77,7 +77,7 @@ def whole(tokens: Sequence[int]) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("warm", [False, True])
-def test_request_takes_one_lookup_and_one_hash(core: Core, calls: Calls, warm: bool) -> None:
+def test_request_takes_one_lookup_and_one_hashing(core: Core, calls: Calls, warm: bool) -> None:
     if warm:
         ask(core, PROMPT)
     calls.clear()
@@ -88,7 +88,7 @@ def test_request_takes_one_lookup_and_one_hash(core: Core, calls: Calls, warm: b
     assert calls.hashed == [whole(PROMPT)]
 
 
-def test_choices_take_one_lookup_and_one_hash(core: Core, calls: Calls) -> None:
+def test_choices_take_one_lookup_and_one_hashing(core: Core, calls: Calls) -> None:
     submit(core, PROMPT, n=3)
     assert len(admit(core)) == 3
     assert calls.lookups == [6]
@@ -104,7 +104,7 @@ def test_queued_requests_are_looked_up_once_each(core: Core, calls: Calls) -> No
     assert calls.hashed == [whole(prompt) for prompt in prompts]
 
 
-def test_explain_on_enqueue_shares_lookup(core: Core, calls: Calls) -> None:
+def test_explanation_on_enqueue_shares_lookup_with_request(core: Core, calls: Calls) -> None:
     """As `Engine.enqueue` does on the engine's thread."""
     ask(core, PROMPT)
     calls.clear()
@@ -115,8 +115,11 @@ def test_explain_on_enqueue_shares_lookup(core: Core, calls: Calls) -> None:
     assert calls.hashed == [whole(PROMPT)]
 
 
+@pytest.mark.usefixtures("reads_all")
 @pytest.mark.parametrize("family", ["llama", "gemma2", "falcon_h1"])
-def test_restore_takes_one_lookup_and_one_hash(tmp_path: Path, calls: Calls, family: str) -> None:
+def test_restore_takes_one_lookup_and_one_hashing(
+    tmp_path: Path, calls: Calls, family: str
+) -> None:
     with running(tmp_path, family) as core:
         ask(core, PROMPT)
     with running(tmp_path, family) as core:
@@ -153,7 +156,7 @@ def test_resumed_answer_is_looked_up_once(core: Core, calls: Calls) -> None:
 # ---- negative controls
 
 
-def test_changed_tree_is_looked_up_again(tmp_path: Path, calls: Calls) -> None:
+def test_request_is_looked_up_again_after_tree_changed(tmp_path: Path, calls: Calls) -> None:
     """The tier looks up on arrival; the tree changes before admission."""
     with running(tmp_path) as core:
         ask(core, PROMPT)
@@ -165,7 +168,7 @@ def test_changed_tree_is_looked_up_again(tmp_path: Path, calls: Calls) -> None:
         assert calls.lookups == [6, 6]
 
 
-def test_check_detects_second_hash(core: Core, calls: Calls) -> None:
+def test_check_detects_second_hashing(core: Core, calls: Calls) -> None:
     handle = submit(core, PROMPT)
     core.view.explain(PROMPT)
     admit(core)

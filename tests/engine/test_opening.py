@@ -62,7 +62,7 @@ def model_of(family: str) -> Any:
 
 
 class Peak:
-    """The most bytes that MLX has had since it was made, also before others reset its peak."""
+    """The peak of MLX's bytes since construction, even if others reset MLX's peak."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reset, self._most = mx.reset_peak_memory, 0
@@ -80,7 +80,7 @@ class Peak:
 
 
 def opened(family: str, limit_bytes: int, *, draft: bool = False, **settings: Any) -> Core:
-    """Open an engine, which measures its steps as the first of its process does."""
+    """Open an engine that measures its steps as the first in its process does."""
     model = model_of(family)
     step_peaks._measured.clear()
     draft_model = (model_of("llama"), None) if draft else None
@@ -89,7 +89,7 @@ def opened(family: str, limit_bytes: int, *, draft: bool = False, **settings: An
 
 
 def least_limit(family: str, settings: dict[str, Any]) -> int:
-    """Return about the least limit at which an engine opens."""
+    """Return approximately the least limit at which an engine opens."""
     limit = 1_000_000_000
     for _ in range(2):  # of a smaller limit the index takes less
         core = opened(family, limit, **settings)
@@ -109,7 +109,7 @@ def peak_bytes(family: str, settings: dict[str, Any], limit: int, patch: pytest.
 
 
 @pytest.mark.parametrize(("family", "settings"), CASES, ids=str)
-def test_engine_opens_within_limit(
+def test_engine_construction_stays_within_limit(
     family: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = least_limit(family, settings)
@@ -118,7 +118,7 @@ def test_engine_opens_within_limit(
 
 
 def drawn(seed: int) -> tuple[str, dict[str, Any]]:
-    """Return a family and settings that are drawn independently."""
+    """Draw a family and settings independently."""
     draw = random.Random(seed)
     family = draw.choice(["wide", "gpt_oss", "falcon_h1", "qwen3_next", "deepseek_v41", "gemma2"])
     settings: dict[str, Any] = {
@@ -135,7 +135,7 @@ def drawn(seed: int) -> tuple[str, dict[str, Any]]:
 
 
 def worst(family: str, settings: dict[str, Any], patch: pytest.MonkeyPatch) -> float:
-    """Return the most bytes over the limit, opened or refused, of limits around the least one."""
+    """Return the largest excess over limits around the least one, opened or refused."""
     for bound in ("MOST_SECONDS", "LEAST_SECONDS"):  # on a busy machine, too
         patch.setattr(step_trials, bound, float("inf"))
     core = opened(family, 1_000_000_000, **settings)
@@ -158,7 +158,7 @@ def worst(family: str, settings: dict[str, Any], patch: pytest.MonkeyPatch) -> f
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_opening_never_exceeds_limit_for_random_settings(
+def test_engine_construction_stays_within_limit_for_random_settings(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where it is refused: each step is reserved before it runs."""
@@ -175,7 +175,7 @@ def test_check_detects_unreserved_trial_step(monkeypatch: pytest.MonkeyPatch) ->
     assert worst("wide", settings, monkeypatch) <= 1.0
 
 
-def test_oversized_step_is_tried_within_limit(
+def test_oversized_step_is_refused_within_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A usual chunk takes 280 MB, but only 100 MB are free beside the weights."""
@@ -189,7 +189,7 @@ def test_oversized_step_is_tried_within_limit(
 
 
 @pytest.mark.parametrize(("family", "settings"), CALIBRATED, ids=str)
-def test_check_detects_run_read_at_once(
+def test_check_detects_unchunked_calibration_run(
     family: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control."""
@@ -207,6 +207,8 @@ def test_check_detects_run_read_at_once(
 
 
 @pytest.mark.parametrize(("family", "settings"), CALIBRATED, ids=str)
-def test_limit_without_room_for_run_is_refused(family: str, settings: dict[str, Any]) -> None:
+def test_limit_too_small_for_calibration_run_is_refused(
+    family: str, settings: dict[str, Any]
+) -> None:
     with pytest.raises(NeverFits, match=r"need [\d.,]+ .B and more; the limit is"):
         opened(family, int(0.98 * least_limit(family, settings)) - 200_000, **settings)

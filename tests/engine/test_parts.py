@@ -24,7 +24,7 @@ merged by the binary counter alone; with blocks of 32 it was 6.23."""
 
 
 def conversations(core: Core) -> None:
-    """Let agents that share a system prompt talk for some turns, all at the same time."""
+    """Run concurrent conversations of agents that share a system prompt."""
     draw = random.Random(0)
 
     def words(least: int, most: int) -> list[int]:
@@ -73,7 +73,7 @@ def test_small_blocks_do_not_increase_spans_or_checkpoints(
 
 
 @pytest.mark.parametrize(("feed_forward", "columns"), [(128, 8), (16_384, 16)])
-def test_tails_are_longer_where_cheap_beside_weights(feed_forward: int, columns: int) -> None:
+def test_tails_are_longer_if_small_relative_to_weights(feed_forward: int, columns: int) -> None:
     """Tails of twice the length are copied half as often."""
     model = model_of("llama", feed_forward=feed_forward)
     core = Core(model, max_batch_size=8, block_size=32, memory_limit="1GB")

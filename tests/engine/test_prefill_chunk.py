@@ -35,7 +35,7 @@ HEADS_OF_256 = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 
         (CPUBackend(), {}, LONG_CHUNK_ROOM, None, config.PREFILL_CHUNK),
     ],
 )
-def test_prefill_chunk_by_device_and_memory(
+def test_prefill_chunk_depends_on_device_and_memory(
     device: AttentionBackend,
     heads: dict[str, int],
     room: int,
@@ -49,7 +49,7 @@ def test_prefill_chunk_by_device_and_memory(
         assert fitting(limits, runner, room).prefill_chunk == expected
 
 
-def test_prefill_chunk_follows_memory_beside_weights() -> None:
+def test_prefill_chunk_depends_on_memory_left_by_weights() -> None:
     """A limit that the weights fill has no room for a long chunk."""
     with devices.using(GPUBackend()):
         model = build({**BASE, "model_type": "llama", "head_dim": 64})
@@ -67,7 +67,7 @@ LAYERS, PREFIX, CHUNK, HEADS, DIM = 8, 4_096, 16, 2, 64
 
 
 def joined_peak(*, held: bool = False) -> float:
-    """Return the peak of a chunk's layers behind a prefix, in joined keys and values of a layer.
+    """Return the peak, in layers of joined KV, of a chunk after a prefix.
 
     Args:
         held: all that was joined is kept, as if nothing were let go.
@@ -95,7 +95,7 @@ def joined_peak(*, held: bool = False) -> float:
     return (mx.get_peak_memory() - before) / (2 * HEADS * (PREFIX + CHUNK) * DIM * 4)
 
 
-def test_joined_layers_are_freed_in_turn() -> None:
+def test_joined_kv_is_freed_layer_by_layer() -> None:
     """On the GPU backend only one layer's copy of the prefix is alive."""
     kept = mx.set_cache_limit(0)
     try:

@@ -32,7 +32,7 @@ SAMPLE = "The code of the amber falcon is 4821.\n    def f(x):\n\treturn [x, -1]
 
 
 def metaspace(folder: Path) -> Any:
-    """Write a tokenizer as Llama 2's: words with a mark in front, bytes for the rest."""
+    """Write a tokenizer like Llama 2's: metaspace words, bytes as fallback."""
     marks = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     words = ["▁", "▁▁", "▁▁▁▁", "▁a", "▁amber", "amber", "a", "b", ".", "\n", "é", "日"]
     vocabulary = {piece: number for number, piece in enumerate([*marks, *words])}
@@ -96,7 +96,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def continued_pieces(
     tokenizer: TokenizerWrapper, prompt: Sequence[int], answer: Sequence[int]
 ) -> list[str]:
-    """Return the pieces of an answer's text, one for each token and one for the end."""
+    """Return the text pieces of an answer, one per token and one for the end."""
     stream = TextStream(tokenizer.detokenizer, (), prompt[-TEXT_BEFORE_TOKENS:])
     return [*(stream.push(token) for token in answer), stream.finish()]
 
@@ -106,7 +106,7 @@ TEXT = st.lists(st.sampled_from(PARTS), max_size=12).map("".join)
 
 
 def shorter(prompt: list[int]) -> Iterator[list[int]]:
-    """Yield a prompt, and what is left of it without its last tokens, a byte of a sign perhaps."""
+    """Yield a prompt, and the prompt without its last tokens, perhaps inside a character."""
     for size in range(len(prompt), -1, -1):
         yield prompt[:size]
 

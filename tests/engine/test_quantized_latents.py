@@ -70,7 +70,7 @@ def tokens(handle: Handle) -> list[int]:
 
 
 def likely(core: Core) -> dict[int, float]:
-    """Return the log-probabilities of the tokens that may come next, of a prompt that is held."""
+    """Return the log-probabilities of the next token after a cached prompt."""
     for _ in range(2):
         sampling = Sampling(logprobs=True, top_logprobs=20)
         handle = submit(core, PROMPT, max_tokens=1, sampling=sampling)
@@ -80,7 +80,7 @@ def likely(core: Core) -> dict[int, float]:
 
 
 def apart(made: Any, *codecs: str) -> list[float]:
-    """Return by how much each codec makes tokens more or less likely."""
+    """Return how much each codec changes the log-probabilities."""
     with engine(made, None) as core:
         expected = likely(core)
     found = []
@@ -94,7 +94,7 @@ def apart(made: Any, *codecs: str) -> list[float]:
 
 
 def coded(core: Core) -> int:
-    """Return of how many tokens both sides of all layers are coded; of the others none are."""
+    """Return the number of tokens that are quantized on both sides of all layers."""
     found = 0
     for node in cached_nodes(core):
         kinds = {isinstance(side, Coded) for layer in node.segment.layers for side in layer}
@@ -133,7 +133,9 @@ def test_indivisible_head_sizes_are_refused_with_reason(family: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["8", "k8v4", "turbo4"])
-def test_latent_of_realistic_size(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantized_latent_of_realistic_size_keeps_text(
+    codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A multiple of 64, as DeepSeek's 512, with 64 position dimensions."""
     for name, size in (("kv_lora_rank", 128), ("qk_rope_head_dim", 64)):
         monkeypatch.setitem(tiny_families.EXCEPTIONS, ("deepseek_v3", name), size)

@@ -10,7 +10,7 @@ from penstock.engine.request import Finish, Request, Sampling, Token, Usage
 from penstock.errors import PenstockError, SettingError
 
 
-def test_defaults_are_greedy_and_plain() -> None:
+def test_default_sampling_is_greedy_and_plain() -> None:
     request = Request(prompt=(1, 2))
     assert request.sampling.greedy
     assert request.sampling.plain
@@ -33,6 +33,7 @@ def test_defaults_are_greedy_and_plain() -> None:
             "logprobs": False,
             "top_logprobs": 0,
         },
+        "adapter": None,
         "client": "",
         "group": "",
         "stop": (),
@@ -49,13 +50,15 @@ def test_defaults_are_greedy_and_plain() -> None:
         "grammar": None,
         "reasoning": None,
         "prompt_logprobs": None,
+        "logprobs_from": 0,
+        "candidates": (),
         "prediction": (),
         "hold_seconds": 0.0,
         "hold_tokens": None,
     }
 
 
-def test_minimum_and_maximum_values() -> None:
+def test_minimum_and_maximum_values_are_accepted() -> None:
     least = Request(prompt=(0,), max_tokens=1, n=1, timeout_seconds=1e-3, stop=("x",))
     assert (least.prompt, least.max_tokens) == ((0,), 1)
     assert Request(prompt=(0,), n=128, priority=-3).priority == -3
@@ -86,7 +89,7 @@ def test_lists_and_dicts_are_converted() -> None:
         ({"prompt": [1], "stop_tokens": [-5]}, "stop_tokens.0 -5: "),
         ({"prompt": [1], "timeout_seconds": 0}, "timeout_seconds 0: "),
         ({"prompt": [1], "timeout_seconds": float("inf")}, "timeout_seconds inf: "),
-        ({"prompt": [1], "temprature": 1}, "temprature is no setting of a request"),
+        ({"prompt": [1], "temprature": 1}, "temprature is not a setting of a request"),
         ({"prompt": [1], "sampling": {"top_p": 7}}, "sampling.top_p 7: "),
         ({"prompt": [1], "sampling": {"top_logprobs": 2}}, "sampling.top_logprobs 2 needs "),
     ],
@@ -115,7 +118,9 @@ def test_invalid_request_gives_one_line_error(values: dict[str, Any], words: str
         ("top_logprobs", [-1], [0]),
     ],
 )
-def test_sampling_bounds(name: str, bad: list[Any], edge: list[Any]) -> None:
+def test_sampling_values_outside_bounds_are_refused(
+    name: str, bad: list[Any], edge: list[Any]
+) -> None:
     for value in bad:
         with pytest.raises(SettingError, match=f"^{name}"):
             Sampling(**{name: value})
@@ -123,7 +128,7 @@ def test_sampling_bounds(name: str, bad: list[Any], edge: list[Any]) -> None:
         assert getattr(Sampling(**{name: value}), name) == value
 
 
-def test_error_line_is_short_for_long_value() -> None:
+def test_error_for_long_value_is_short() -> None:
     with pytest.raises(SettingError) as caught:
         Request(prompt=dict.fromkeys(range(100_000), 1))  # type: ignore
     assert len(str(caught.value)) < 200
@@ -154,7 +159,7 @@ def test_neutral_sampling_values_are_plain(unchanged: dict[str, Any]) -> None:
     assert Sampling(**unchanged).plain
 
 
-def test_missing_seed_is_drawn_once() -> None:
+def test_missing_seed_is_drawn_once_per_request() -> None:
     drawn = [Sampling(temperature=1.0).with_seed() for _ in range(8)]
     assert len({sampling.seed for sampling in drawn}) == 8
     assert drawn[0].temperature == 1.0

@@ -34,7 +34,7 @@ def core(alphabet: Alphabet) -> Iterator[Core]:
 
 
 def step(core: Core, handle: Handle) -> list[Any]:
-    """Run a step as the engine's thread does; return the events that it left."""
+    """Run a step as the engine's thread does; return its events."""
     core.step(send_later=True)
     return handle.events()
 
@@ -78,7 +78,7 @@ def test_delayed_token_is_sent_before_prefill(core: Core) -> None:
     handle.cancel()
 
 
-def test_delayed_token_is_sent_without_another_pass(core: Core) -> None:
+def test_delayed_token_of_preempted_sequence_is_sent_at_once(core: Core) -> None:
     handle = core.submit(Request(prompt=PROMPT, max_tokens=20, ignore_eos=True))
     until_first(core, handle)
     assert step(core, handle) == []
@@ -123,7 +123,7 @@ def test_delayed_sending_does_not_change_answers(core: Core) -> None:
         assert at_once[0][2] == ("stop" if stop else "length")
 
 
-def test_text_error_is_raised_after_pass(core: Core, alphabet: Alphabet) -> None:
+def test_detokenizer_error_fails_only_its_answer(core: Core, alphabet: Alphabet) -> None:
     alphabet.breaks = [4]
     bad = core.submit(Request(prompt=(1, *PROMPT), max_tokens=9, ignore_eos=True))
     good = core.submit(Request(prompt=(2, *PROMPT), max_tokens=9, ignore_eos=True))
@@ -135,7 +135,7 @@ def test_text_error_is_raised_after_pass(core: Core, alphabet: Alphabet) -> None
     assert len(good.result(timeout_seconds=0)[0].tokens) == 9
 
 
-def test_text_error_at_end_holds_no_arrays(core: Core, alphabet: Alphabet) -> None:
+def test_detokenizer_error_at_end_retains_no_arrays(core: Core, alphabet: Alphabet) -> None:
     """The frames of an error would hold the step's states, uncounted."""
     alphabet.breaks = [8]
     handle = core.submit(Request(prompt=PROMPT, max_tokens=9, ignore_eos=True))

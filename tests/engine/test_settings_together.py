@@ -16,7 +16,7 @@ from tiny_families import build, uncompiled
 
 from penstock.attention import devices
 from penstock.config import EngineSettings
-from penstock.engine.draft.draft_parts import open_draft
+from penstock.engine.draft.draft_choice import open_draft
 from penstock.engine.foundation import lay_foundation
 from penstock.engine.model.runner import Runner
 from penstock.engine.ranks.process_group import ProcessGroup
@@ -87,7 +87,7 @@ def rows() -> list[list[str]]:
 
 
 def outcomes_in_table() -> dict[Pair, str]:
-    """Return what the table says of each pair: "refused", "off", or nothing."""
+    """Return the table's outcome of each pair: "refused", "off", or nothing."""
     said = {}
     for one, others, what, why in rows():
         assert what in ("refused", "off") and why
@@ -98,7 +98,7 @@ def outcomes_in_table() -> dict[Pair, str]:
 
 
 def expected_outcome(one: str, other: str) -> str:
-    """Return what the table says of two features, and of what they need."""
+    """Return the table's outcome of two features and their requirements."""
     said = outcomes_in_table()
     pairs = itertools.product((one, *NEEDS.get(one, ())), (other, *NEEDS.get(other, ())))
     found = {said.get(frozenset(pair), "") for pair in pairs}
@@ -119,7 +119,7 @@ class TwoMachines(ProcessGroup):
 
 
 def tried(*features: str) -> str:
-    """Return what becomes of features together: "refused", "off", or nothing."""
+    """Return the outcome of features together: "refused", "off", or nothing."""
     names = sorted(features, key=lambda name: name in CODECS)  # a codec's name comes last
     asked: dict[str, Any] = {"memory_limit": 10**9}
     for name in names:
@@ -152,13 +152,13 @@ def drafts(group: ProcessGroup) -> None:
     open_draft((model_of("llama"), None), None, replace(base, group=group), None)  # type: ignore[arg-type]
 
 
-def test_every_setting_is_a_feature_or_size() -> None:
+def test_every_setting_is_listed_as_feature_or_size() -> None:
     assert set(SETTINGS) | SIZES == set(EngineSettings.model_fields)
     assert not set(SETTINGS) & SIZES
 
 
 @pytest.mark.parametrize("one", FEATURES)
-def test_feature_pairs_work_or_are_in_docs_table(one: str) -> None:
+def test_feature_pairs_work_unless_listed_in_docs(one: str) -> None:
     kinds = (MODELS, MACHINES)
     for other in FEATURES:
         if one != other and not any(one in kind and other in kind for kind in kinds):
@@ -171,4 +171,4 @@ def test_check_detects_superfluous_table_row(monkeypatch: pytest.MonkeyPatch) ->
     said = rows()
     monkeypatch.setitem(globals(), "rows", lambda: [*said, row])
     with pytest.raises(AssertionError, match="attend_rest with speculative_tokens"):
-        test_feature_pairs_work_or_are_in_docs_table("attend_rest")
+        test_feature_pairs_work_unless_listed_in_docs("attend_rest")

@@ -34,7 +34,7 @@ def core(request: pytest.FixtureRequest) -> Iterator[Core]:
 
 
 def counted(core: Core, sequence: Sequence) -> list[Any]:
-    """Return what a step changes when it counts."""
+    """Return the state that a step changes."""
     kv, tree = sequence.kv, core.prefixes.tree
     return [
         list(sequence.tokens),
@@ -47,7 +47,7 @@ def counted(core: Core, sequence: Sequence) -> list[Any]:
 
 
 @pytest.mark.parametrize("state", [State.PREFILLING, State.RUNNING])
-def test_pass_changes_nothing_before_postprocess(core: Core, state: State) -> None:
+def test_forward_pass_changes_nothing_before_postprocess(core: Core, state: State) -> None:
     expected = submit(core, PROMPT)
     while core.step():
         pass
@@ -71,7 +71,7 @@ def test_pass_changes_nothing_before_postprocess(core: Core, state: State) -> No
     assert said(handle) == said(expected)
 
 
-def test_core_is_small_and_step_is_three_calls() -> None:
+def test_core_has_few_lines_and_step_three_calls() -> None:
     source = Path(str(core_module.__file__)).read_text()
     tree = ast.parse(source)
     imports = [

@@ -34,7 +34,7 @@ def tokenizer() -> Any:
     return penstock.load(MODEL_PATH)[1]
 
 
-def test_chat_whole_and_streamed(engine: penstock.Engine) -> None:
+def test_chat_gives_same_text_whole_and_streamed(engine: penstock.Engine) -> None:
     assert engine.chat(TELL) == "Noted."
     assert engine.chat(TALK) == "4821."
     answer = engine.chat(TALK, stream=True)
@@ -44,7 +44,7 @@ def test_chat_whole_and_streamed(engine: penstock.Engine) -> None:
     assert answer.finish is not None and answer.finish.reason == "stop"
 
 
-def test_generate_matches_request_of_equal_settings(
+def test_generate_matches_request_with_equal_settings(
     engine: penstock.Engine, tokenizer: Any
 ) -> None:
     sampling = penstock.Sampling(temperature=50.0, seed=7, top_k=200)
@@ -58,7 +58,9 @@ def test_generate_matches_request_of_equal_settings(
     assert engine.generate(TELL, **given | {"seed": 8}) != choice.text
 
 
-def test_stop_strings_and_chat_template_arguments(engine: penstock.Engine, tokenizer: Any) -> None:
+def test_generate_accepts_stop_strings_and_template_arguments(
+    engine: penstock.Engine, tokenizer: Any
+) -> None:
     assert engine.chat(TALK, stop="2") == engine.chat(TALK, stop=["2", "x"]) == "48"
     assert engine.chat(TALK, max_tokens=1) == "48"
     own = "{{ messages[-1].content }}"
@@ -82,7 +84,7 @@ def left_early(engine: penstock.Engine, leave: Callable[[Any], None]) -> None:
 
 
 @pytest.mark.parametrize("leave", [lambda answer: answer.close(), lambda _: None])
-def test_abandoned_answer_is_cancelled(
+def test_abandoned_stream_cancels_answer(
     engine: penstock.Engine, leave: Callable[[Any], None]
 ) -> None:
     left_early(engine, leave)
@@ -121,7 +123,9 @@ WRONG: dict[str, tuple[Callable[[penstock.Engine], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_usage_errors_are_one_line_with_remedy(engine: penstock.Engine, what: str) -> None:
+def test_invalid_arguments_give_one_line_error_with_remedy(
+    engine: penstock.Engine, what: str
+) -> None:
     call, remedy = WRONG[what]
     with pytest.raises(PenstockError) as raised:
         call(engine)
@@ -130,7 +134,7 @@ def test_usage_errors_are_one_line_with_remedy(engine: penstock.Engine, what: st
     assert "\n" not in str(raised.value)
 
 
-def test_answer_as_long_as_context_is_a_limit(engine: penstock.Engine) -> None:
+def test_max_tokens_may_equal_context_length(engine: penstock.Engine) -> None:
     """The engine's memory may end before; `open`, as the server calls it, takes any number."""
     most = engine.ask(lambda view: view.context_tokens).result()
     assert most is not None

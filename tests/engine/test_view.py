@@ -1,4 +1,4 @@
-"""`EngineView` against what the engine then does."""
+"""`EngineView` compared with the engine's later behavior."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.ledger import Kind
 PROMPT = tuple(range(5, 5 + 6 * BLOCK))
 
 
-def test_view_bytes_match_admission() -> None:
+def test_sequence_bytes_match_admission() -> None:
     """With exactly this room it is admitted; with one index block less it is refused."""
     with running(None) as core:
         sequence = core.view.sequence_bytes(len(PROMPT))
@@ -30,7 +30,7 @@ def test_view_bytes_match_admission() -> None:
         assert len(ask(core, PROMPT)) > 0
 
 
-def test_claimed_share_excludes_evictable() -> None:
+def test_claimed_share_excludes_evictable_nodes() -> None:
     with running(None) as core:
         empty = core.view.claimed_share
         handle = core.submit(Request(prompt=PROMPT, max_tokens=50, ignore_eos=True))
@@ -63,7 +63,7 @@ def test_clear_reports_evicted_nodes() -> None:
         assert again.nodes == again.nbytes == len(removed) == 0
 
 
-def test_model_seconds_are_part_of_step() -> None:
+def test_model_seconds_are_part_of_step_seconds() -> None:
     with running(None) as core:
         ask(core, PROMPT)
         stats = core.view.stats()
@@ -71,7 +71,7 @@ def test_model_seconds_are_part_of_step() -> None:
         assert 0 < stats.model_seconds <= steps
 
 
-def test_view_names_codec() -> None:
+def test_view_reports_codec_name_and_bytes() -> None:
     model = model_of("llama")
     core = Core(model, **{**SETTINGS, "kv_cache_quantization": "turbo8", "block_size": 64})
     try:
@@ -84,7 +84,7 @@ def test_view_names_codec() -> None:
         assert raw.view.coded_token_bytes == raw.view.token_bytes
 
 
-def test_enqueue_is_atomic() -> None:
+def test_refused_enqueue_queues_no_request() -> None:
     with Engine(model_of("llama"), **SETTINGS) as engine:
         good, bad = Request(prompt=PROMPT, max_tokens=2), Request(prompt=(10**6,), max_tokens=2)
         handles = [engine.open(good), engine.open(bad)]
@@ -107,7 +107,7 @@ def test_failed_explanation_does_not_fail_answer(monkeypatch: pytest.MonkeyPatch
         assert len(handle.result(60)[0].tokens) == 2
 
 
-def test_held_bytes_match_arrays() -> None:
+def test_held_bytes_match_array_sizes() -> None:
     with running(None) as core:
         ask(core, PROMPT)
         held = core.view.held_bytes

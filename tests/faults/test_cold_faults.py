@@ -1,4 +1,4 @@
-"""Faults of folder, disk and processes change no text and lose little."""
+"""Faults of cache folder, disk and processes never change text and cost few blocks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ KILLS = int(os.environ.get("PENSTOCK_KILLS", "3"))
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the conversation in it."""
+    """Return a cache folder with the conversation."""
     folder = tmp_path_factory.mktemp("written")
     with running(folder) as core:
         assert assert_right(core) == 0
@@ -64,7 +64,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(written: Path, tmp_path: Path) -> Path:
-    """One like it, to be damaged."""
+    """Return a copy of it to damage."""
     return Path(shutil.copytree(written, tmp_path / "cache"))
 
 
@@ -77,7 +77,7 @@ def path_of(folder: Path, key: str) -> Path:
 
 
 def assert_recovers(core: Core, restored: int = WHOLE) -> None:
-    """See that the tier is used again, after it was tried again, and no text is wrong before."""
+    """Check that the tier is used again, and that no text is wrong before."""
     until = time.monotonic() + SOON
     found = -1
     while found < restored or ssd(core).off is not None:
@@ -169,7 +169,7 @@ def noise(dice: random.Random, path: Path, other: Path) -> list[Path]:
 
 
 def nested(dice: random.Random, path: Path, other: Path) -> list[Path]:
-    """Brackets that no parser follows."""
+    """Deeply nested brackets, which no parser accepts."""
     path.write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000)
     return [path]
 
@@ -193,7 +193,7 @@ DAMAGES: list[Damage] = [
 
 
 @pytest.mark.parametrize("seed", [1, 2] if SOAK else [1])
-def test_damage_costs_only_damaged_and_following_blocks(
+def test_only_damaged_and_following_blocks_are_recomputed(
     seed: int, folder: Path, patient: None
 ) -> None:
     with running(folder) as core:
@@ -202,7 +202,9 @@ def test_damage_costs_only_damaged_and_following_blocks(
 
 
 @pytest.mark.parametrize("seed", [1, 2] if SOAK else [1])
-def test_damage_in_multi_block_records(seed: int, tmp_path: Path, patient: None) -> None:
+def test_damaged_multi_block_records_are_recomputed(
+    seed: int, tmp_path: Path, patient: None
+) -> None:
     """Records have their default size."""
     blocks = RECORD_TOKENS // BLOCK
     asked = prompt_of(3 * RECORD_TOKENS + 10)
@@ -218,7 +220,7 @@ def test_damage_in_multi_block_records(seed: int, tmp_path: Path, patient: None)
 def damage_records(
     core: Core, seed: int, folder: Path, asked: Sequence[int], record_blocks: int
 ) -> None:
-    """Damage records of a chain in every way: each is found when it is read, and written again."""
+    """Damage records in every way; each is detected when read, and written again."""
     dice = random.Random(seed)
     damages = [*DAMAGES]
     dice.shuffle(damages)
@@ -250,7 +252,7 @@ def test_many_damaged_records_are_recomputed(folder: Path, patient: None) -> Non
     assert_in_order(folder, 10**9)
 
 
-def test_check_detects_flipped_bit_without_hash(
+def test_check_detects_flipped_bit_if_hash_is_not_checked(
     folder: Path, monkeypatch: pytest.MonkeyPatch, patient: None
 ) -> None:
     """Negative control of this file: the text depends on what is read."""
@@ -269,7 +271,7 @@ def test_check_detects_flipped_bit_without_hash(
         assert ssd(core).counts.damaged_blocks == 1, "nothing is read behind the first"
 
 
-def test_foreign_files_are_ignored(folder: Path, patient: None) -> None:
+def test_unrelated_files_in_folder_are_ignored(folder: Path, patient: None) -> None:
     inside = folder / FORMAT
     some = files(folder)[0]
     header = {"format": FORMAT, "key": "00" * 16, "parent": "", "fingerprint": "x"}
@@ -298,7 +300,7 @@ def test_foreign_files_are_ignored(folder: Path, patient: None) -> None:
 
 
 def wait_for_chores(core: Core) -> None:
-    """Wait until index and files were compared."""
+    """Wait until index and files are reconciled."""
     assert core.tiers is not None
     tier, until = core.tiers.tiers["disk"].tier, time.monotonic() + SOON
     while tier._chores is not None and tier._thread.is_alive():
@@ -314,7 +316,7 @@ def index_of(folder: Path) -> Path:
 
 
 def scribble(dice: random.Random, path: Path, times: int, length: int) -> None:
-    """Write random bytes to random places of a file."""
+    """Write random bytes to random positions of a file."""
     with path.open("r+b") as file:
         for _ in range(times):
             file.seek(dice.randrange(path.stat().st_size))
@@ -367,7 +369,7 @@ def test_nonsensical_index_rows_are_harmless(change: str, folder: Path, patient:
 
 
 @pytest.mark.parametrize("total", ["-(1 << 60)", "1 << 60", "'none'", "NULL"])
-def test_wrong_size_sum_is_found_and_limit_holds(total: str, tmp_path: Path) -> None:
+def test_wrong_size_total_is_corrected_and_limit_holds(total: str, tmp_path: Path) -> None:
     with running(tmp_path, ssd_cache_limit=SMALL_LIMIT) as core:
         assert_right(core)
     with sqlite3.connect(index_of(tmp_path)) as db, suppress(sqlite3.IntegrityError):
@@ -384,7 +386,7 @@ def test_wrong_size_sum_is_found_and_limit_holds(total: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("seed", range(4 if SOAK else 2))
-def test_index_damaged_during_use(seed: int, folder: Path, patient: None) -> None:
+def test_index_damaged_during_use_is_recovered(seed: int, folder: Path, patient: None) -> None:
     dice = random.Random(seed)
     with running(folder) as core:
         assert assert_right(core) == WHOLE
@@ -396,7 +398,7 @@ def test_index_damaged_during_use(seed: int, folder: Path, patient: None) -> Non
     assert_in_order(folder, 10**9)
 
 
-def test_index_removed_during_use(folder: Path, patient: None) -> None:
+def test_index_removed_during_use_keeps_answers_and_limit(folder: Path, patient: None) -> None:
     """Two processes would have two indexes, each with the whole limit."""
     limit = SMALL_LIMIT
     with running(folder, ssd_cache_limit=limit) as core:
@@ -440,7 +442,7 @@ def test_index_locked_by_other_process_does_not_block(
 
 
 def run(core: Core, *handles: Handle) -> float:
-    """Run until all of these have ended; return how long the longest step took, in seconds."""
+    """Run until all requests ended; return the seconds of the longest step."""
     longest = 0.0
     while not all(handle.ends for handle in handles):
         started = time.monotonic()
@@ -455,7 +457,7 @@ def run(core: Core, *handles: Handle) -> float:
 
 @contextmanager
 def file_size_limit(nbytes: int) -> Iterator[None]:
-    """Let the system refuse to write more into any file."""
+    """Let the system refuse writes past a file size."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
@@ -467,7 +469,7 @@ def file_size_limit(nbytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("nbytes", [0, 5_000, 40_000])
-def test_unwritable_files(nbytes: int, folder: Path, patient: None) -> None:
+def test_failed_file_writes_do_not_change_answers(nbytes: int, folder: Path, patient: None) -> None:
     with running(folder) as core:
         with file_size_limit(nbytes):
             for seed in range(3):
@@ -529,7 +531,7 @@ print("done")
 """
 
 
-def test_full_and_read_only_disks(tmp_path: Path) -> None:
+def test_full_and_read_only_disks_do_not_change_answers(tmp_path: Path) -> None:
     """A real disk in memory, visible only to this test's process."""
     unshare = ["unshare", "--map-root-user", "--mount"]
     try:
@@ -542,7 +544,7 @@ def test_full_and_read_only_disks(tmp_path: Path) -> None:
     assert subprocess.run(command, stdout=-1, timeout=60).stdout == b"done\n"
 
 
-def test_unreadable_file_switches_tier_off_once(
+def test_unreadable_file_pauses_tier_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, patient: None
 ) -> None:
     """A bad sector: its block is dropped, and everything else is still read."""
@@ -573,7 +575,7 @@ def test_unreadable_file_switches_tier_off_once(
 
 
 @pytest.mark.parametrize("name", ["preadv", "fsync", "open"])
-def test_intermittent_disk_errors(
+def test_intermittent_disk_errors_do_not_change_answers(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, patient: None
 ) -> None:
     real = getattr(os, name)
@@ -599,11 +601,11 @@ def test_intermittent_disk_errors(
 
 
 def _is_of_the_disk() -> bool:
-    """Whether this is a thread that may wait for the disk."""
+    """Return whether this is a thread of the disk tier."""
     return threading.current_thread().name.startswith("penstock-ssd")
 
 
-def test_folder_that_vanishes_and_returns(folder: Path, tmp_path: Path) -> None:
+def test_folder_that_vanishes_is_used_again_on_return(folder: Path, tmp_path: Path) -> None:
     away = tmp_path / "away"
     with running(folder) as core:
         assert_recovers(core)
@@ -666,7 +668,7 @@ def child(folder: Path, seed: int, rounds: int, limit: int) -> subprocess.Popen[
 
 
 def first_words(process: subprocess.Popen[str]) -> None:
-    """Wait until it serves."""
+    """Wait until the process serves."""
     assert process.stdout is not None
     assert process.stdout.readline() == "0\n", process.wait(SOON)
 
@@ -677,7 +679,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
-def test_killed_processes_leave_valid_folder(tmp_path: Path, patient: None) -> None:
+def test_killed_processes_leave_valid_cache_folder(tmp_path: Path, patient: None) -> None:
     dice = random.Random()
     for number in range(KILLS):
         process = child(tmp_path, number, 100_000, SMALL_LIMIT)
@@ -737,7 +739,7 @@ def test_two_processes_write_no_block_twice(tmp_path: Path) -> None:
 YEAR = 366 * 86_400.0
 
 
-def test_clock_jump_changes_nothing(
+def test_clock_jump_does_not_change_write_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient: None
 ) -> None:
     now = time.time()
@@ -788,7 +790,7 @@ def test_live_writer_is_recognized_after_clock_change(
 # ---- the start
 
 
-def test_large_index_opens_fast(tmp_path: Path) -> None:
+def test_index_of_20_000_blocks_opens_fast(tmp_path: Path) -> None:
     blocks = 20_000
     with closing(Index(tmp_path / "index.sqlite")) as made:
         made.adopt(

@@ -55,13 +55,13 @@ LONG, SHORT = 200, 10
 
 
 def crowd(setup: Setup) -> tuple[list[Handle], Handle, Handle]:
-    """Return two answers that run, one that is prefilling, and one that waits for a place."""
+    """Return two running answers, a prefilling one, and one that waits for a slot."""
     running = [setup.ask(SHORT), setup.ask(SHORT)]
     for handle in running:
         setup.until(handle, State.RUNNING)
     prefilling = setup.ask(LONG)
     setup.until(prefilling, State.PREFILLING)
-    setup.sequence(prefilling).reads_alone = True  # a failure is then of one kind of pass
+    setup.sequence(prefilling).unmixed = True  # a failure is then of one kind of pass
     waiting = setup.ask(SHORT)
     setup.step()
     states = [setup.state(handle) for handle in (*running, prefilling, waiting)]
@@ -114,7 +114,7 @@ def test_failed_chunk_fails_only_its_prompt(how: Fault) -> None:
         assert end_of(again).usage.cached_tokens >= CHUNK
 
 
-def test_shared_prompt_survives_failed_reader() -> None:
+def test_shared_prompt_stays_cached_if_one_request_fails() -> None:
     with made() as setup:
         prompt = prompt_of(LONG)
         handles = [setup.ask(prompt) for _ in range(3)]
@@ -140,7 +140,7 @@ def test_nan_logits_fail_only_their_rows() -> None:
 
 
 def overflows(model: Any, tokens: mx.array, cache: Any) -> Any:
-    """Write keys that are infinite, as float16 weights do that overflow."""
+    """Write infinite keys, as overflowing float16 weights do."""
     update = type(cache[0]).update_and_fetch
 
     class Overflowing(type(cache[0])):  # type: ignore[misc]
@@ -175,7 +175,7 @@ def test_nan_keys_are_not_shared() -> None:
         (overflows, reads_a_chunk),
     ],
 )
-def test_kept_error_holds_no_arrays(how: Fault, only: Any) -> None:
+def test_caught_error_retains_no_arrays(how: Fault, only: Any) -> None:
     """Not even until the garbage collector runs."""
     with made() as setup:
         handles = []
@@ -222,7 +222,7 @@ def break_finalize(setup: Setup, handle: Handle) -> None:
     "breaks", [break_sampler, break_stop_strings, break_detokenizer, break_finalize]
 )
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(logprobs=True)])
-def test_request_error_affects_no_other_request(
+def test_failing_request_affects_no_other_request(
     breaks: Callable[[Setup, Handle], None], sampling: Sampling
 ) -> None:
     with made() as setup:
@@ -239,7 +239,7 @@ def test_request_error_affects_no_other_request(
             assert_right(handle)
 
 
-def test_failed_choice_leaves_other_choices() -> None:
+def test_failed_choice_does_not_affect_other_choices() -> None:
     with made() as setup:
         setup.tokenizer.breaks = [None, 4, None]
         handle = setup.ask(SHORT, n=3)
@@ -266,7 +266,7 @@ def test_overflowing_logit_bias_fails_only_its_row() -> None:
         assert_right(good)
 
 
-def test_uncopyable_tokenizer_raises_to_caller() -> None:
+def test_tokenizer_copy_error_is_raised_to_caller() -> None:
     with made() as setup:
         other = setup.ask(SHORT)
         intake = setup.core.intake
@@ -281,9 +281,23 @@ def test_uncopyable_tokenizer_raises_to_caller() -> None:
 # ---- no memory
 
 
-@pytest.mark.parametrize("only", [decodes, reads_a_chunk])
+def mixes(tokens: mx.array) -> bool:
+    """Return whether a pass contains decode rows and a chunk."""
+    rows, width = tokens.shape
+    return width == 1 and rows > SETTINGS["max_batch_size"]
+
+
+def decodes_apart(tokens: mx.array) -> bool:
+    return decodes(tokens) and not mixes(tokens)
+
+
+def has_a_chunk(tokens: mx.array) -> bool:
+    return reads_a_chunk(tokens) or mixes(tokens)
+
+
+@pytest.mark.parametrize("only", [decodes_apart, has_a_chunk])
 @pytest.mark.parametrize("times", [1, 2, 3])
-def test_out_of_memory_evicts_retries_then_fails_one(
+def test_out_of_memory_evicts_then_retries_then_fails_one_sequence(
     only: Callable[[mx.array], bool], times: int
 ) -> None:
     with made() as setup:
@@ -302,7 +316,7 @@ def test_out_of_memory_evicts_retries_then_fails_one(
         handles = [*running, prefilling, waiting]
         failed = [handle for handle in handles if end_of(handle).error is not None]
         # A chunk is tried again at once; a step is when all of it was preempted and let in again.
-        assert len(failed) == after.failed == (times // 2 if only is reads_a_chunk else times - 1)
+        assert len(failed) == after.failed == (times // 2 if only is has_a_chunk else times - 1)
         # Of a prompt that is evicted, the second time is not counted.
         assert after.out_of_memory in (times, times - len(failed))
         for handle in failed:
@@ -315,8 +329,9 @@ def test_out_of_memory_evicts_retries_then_fails_one(
                 assert_right(handle)
 
 
-def test_longest_sequence_fails_on_out_of_memory() -> None:
-    with made() as setup:
+def test_longest_sequence_fails_when_out_of_memory() -> None:
+    # Both prompts are computed again in one step, so no step succeeds between the two that fail.
+    with made(prefill_chunk=LONG + 2 * CHUNK, max_stall_ms=0) as setup:
         short, longest = setup.ask(SHORT), setup.ask(LONG)
         setup.until(short, State.RUNNING)
         setup.until(longest, State.RUNNING)
@@ -327,11 +342,11 @@ def test_longest_sequence_fails_on_out_of_memory() -> None:
 
 
 def oversized_mlx_array(model: Any, tokens: mx.array, cache: Any) -> Any:
-    """Ask MLX for 2^46 numbers: more than an axis can have."""
+    """Request 2^46 numbers from MLX, more than an axis supports."""
     mx.eval(mx.zeros((1 << 46,)))
 
 
-def test_refused_mlx_allocation_fails_request() -> None:
+def test_request_fails_if_mlx_refuses_allocation() -> None:
     with made() as setup:
         running, prefilling, waiting = crowd(setup)
         setup.model.arm(oversized_mlx_array, only=decodes)
@@ -343,7 +358,7 @@ def test_refused_mlx_allocation_fails_request() -> None:
 
 
 class NoRoom:
-    """Lets the next merge of two nodes fail, as if MLX had no room for the copy."""
+    """Lets the next merge of two nodes fail for lack of memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.times = 0
@@ -460,7 +475,7 @@ def test_limit_below_fixed_bytes_is_refused() -> None:
 def test_full_queue_refuses_all_choices_of_request() -> None:
     with made(max_queue=4) as setup:
         waiting = setup.ask(SHORT, n=3)
-        with pytest.raises(QueueFull, match="3 waiting, 2 more asked for, max_queue 4"):
+        with pytest.raises(QueueFull, match="3 waiting, 2 more requested, max_queue 4"):
             setup.ask(SHORT, n=2)
         last = setup.ask(SHORT)
         with pytest.raises(QueueFull) as caught:
@@ -490,7 +505,7 @@ def test_token_beyond_vocabulary_is_refused() -> None:
 
 
 def in_state(setup: Setup, state: State, **settings: Any) -> tuple[Handle, list[Handle]]:
-    """Return an answer in a state, and the others that it takes to get there."""
+    """Return an answer in a state, and the other answers needed to get there."""
     if state is State.PREFILLING:
         handle = setup.ask(LONG, **settings)
         setup.step(2)
@@ -534,7 +549,7 @@ def test_cancel_frees_everything_at_once(state: State) -> None:
         assert (end_of(again).usage.cached_tokens > 0) == (state is not State.WAITING)
 
 
-def test_cancel_of_some_choices() -> None:
+def test_cancel_leaves_finished_choices_unchanged() -> None:
     with made() as setup:
         handle = setup.ask(SHORT, n=3)
         setup.step(3)
@@ -545,7 +560,7 @@ def test_cancel_of_some_choices() -> None:
         assert [end_of(handle, i).reason for i in range(3)] == ["cancelled", "cancelled", "length"]
 
 
-def test_cancel_from_event_callback() -> None:
+def test_request_can_be_cancelled_while_iterating_events() -> None:
     with made() as setup:
         handle, other = setup.ask(SHORT), setup.ask(SHORT)
         setup.step(5)
@@ -558,7 +573,7 @@ def test_cancel_from_event_callback() -> None:
 
 
 @pytest.mark.parametrize("state", OPEN)
-def test_timeout_in_every_state(state: State) -> None:
+def test_request_times_out_in_every_state(state: State) -> None:
     with made() as setup:
         handle, others = in_state(setup, state, timeout_seconds=5.0)
         assert setup.state(handle) is state
@@ -578,7 +593,7 @@ def test_timeout_in_every_state(state: State) -> None:
 # ---- priorities
 
 
-def test_higher_priority_preempts_latest_of_lowest() -> None:
+def test_higher_priority_preempts_latest_of_lowest_priority() -> None:
     with made() as setup:
         low = [setup.ask(BLOCK + i, 25, priority=p) for i, p in enumerate((0, 1, 0))]
         setup.step(6)
@@ -608,7 +623,7 @@ def test_repeated_preemption_keeps_answer() -> None:
             assert_right(handle)
 
 
-def test_preemption_during_prefill() -> None:
+def test_preemption_during_prefill_keeps_answer() -> None:
     with made() as setup:
         long = setup.ask(LONG)
         setup.step(2)
@@ -675,7 +690,7 @@ def test_least_valuable_nodes_are_evicted_under_pressure(monkeypatch: pytest.Mon
         assert_right(running)
 
 
-def test_server_evicts_when_process_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_is_evicted_when_process_memory_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test process exceeds the small limit; at least half of it always remains."""
     with made() as setup:
         ledger, prompt = setup.core.prefixes.ledger, prompt_of(5 * BLOCK, 1)
@@ -752,7 +767,7 @@ def test_released_arrays_are_freed_without_garbage_collector() -> None:
             )
 
 
-def test_no_reference_cycle_holds_arrays() -> None:
+def test_no_reference_cycle_retains_arrays() -> None:
     with made() as setup:
         crowd(setup)
         setup.drain()
@@ -795,7 +810,7 @@ def fixed_bytes() -> dict[Kind, int]:
 
 @pytest.fixture
 def cache_limit() -> Any:
-    """The limit of MLX's own cache, which an engine that could not be made leaves as it was."""
+    """Return MLX's cache limit, which a failed construction must not change."""
     gc.collect()  # cores that other tests have left open
     before = mx.set_cache_limit(123_456_789)
     yield 123_456_789
@@ -914,7 +929,7 @@ def test_two_engines_restore_mlx_cache_limit(cache_limit: int) -> None:
     ],
     ids=str,
 )
-def test_invalid_setting_is_named(wrong: dict[str, Any]) -> None:
+def test_invalid_setting_is_named_in_error(wrong: dict[str, Any]) -> None:
     with pytest.raises(SettingError) as caught:
         Core(model_of("llama"), None, **{**SETTINGS, **wrong})
     (name,) = wrong
@@ -940,7 +955,7 @@ def test_check_detects_wrong_text() -> None:
         assert solo(prompt_of(SHORT, 1), 12) != solo(prompt_of(SHORT, 2), 12)
 
 
-def test_check_detects_retained_segment() -> None:
+def test_check_detects_retained_array() -> None:
     """Negative control: one array beside those of the engine."""
     with made() as setup:
         setup.ask(LONG)
@@ -956,25 +971,15 @@ def test_check_detects_retained_segment() -> None:
 # ---- a chunk in the pass of a decode step
 
 
-def mixes(tokens: mx.array) -> bool:
-    """Return whether a pass has the tokens of answers and of a chunk, each a row."""
-    rows, width = tokens.shape
-    return width == 1 and rows > SETTINGS["max_batch_size"]
-
-
 def joined(setup: Setup) -> tuple[list[Handle], Handle]:
-    """Return two answers that run, and one whose prompt ends with a chunk beside them.
-
-    The engine takes the model's layers for ones that are computed in one job.
-    """
-    setup.core.runner.kv_dtype = mx.float32
+    """Return two running answers, and one whose last chunk is prefilled beside them."""
     running = [setup.ask(SHORT, 40), setup.ask(SHORT, 40)]
     for handle in running:
         setup.until(handle, State.RUNNING)
     return running, setup.ask(CHUNK + SHORT)
 
 
-def test_chunk_beside_answers_is_computed_in_their_pass() -> None:
+def test_prefill_chunk_and_decode_rows_share_a_pass() -> None:
     with made() as setup:
         running, prefilling = joined(setup)
         setup.model.arm(fails, only=mixes)
@@ -990,13 +995,13 @@ def test_chunk_beside_answers_is_computed_in_their_pass() -> None:
 
 
 @pytest.mark.parametrize("how", [fails, fail_after_last_layer, runs_out_of_memory])
-def test_failure_beside_a_chunk_costs_no_answer(how: Fault) -> None:
+def test_failed_mixed_pass_is_retried_separately(how: Fault) -> None:
     """Nothing says whose fault it was: all are computed again, each chunk in a pass of its own."""
     with made() as setup:
         running, prefilling = joined(setup)
         setup.model.arm(how, 100, only=mixes)
         setup.drain()
-        assert 1 <= len(setup.model.rows) <= 3, "each prompt is tried once"
+        assert len(setup.model.rows) == 1, "behind it each of them is computed apart"
         for handle in (*running, prefilling):
             assert_right(handle)
         stats = setup.core.view.stats()
@@ -1004,7 +1009,7 @@ def test_failure_beside_a_chunk_costs_no_answer(how: Fault) -> None:
         assert stats.preemptions >= 2
 
 
-def test_prompt_that_breaks_the_model_fails_alone_behind_a_pass_with_others() -> None:
+def test_faulty_prompt_in_mixed_pass_fails_alone() -> None:
     with made() as setup:
         running, prefilling = joined(setup)
         chunk = setup.sequence(prefilling).tokens[CHUNK]
@@ -1012,4 +1017,31 @@ def test_prompt_that_breaks_the_model_fails_alone_behind_a_pass_with_others() ->
         setup.drain()
         assert "reading its prompt: ValueError: a model's bug" in str(error_of(prefilling))
         for handle in running:
+            assert_right(handle)
+
+
+def test_faulty_answer_fails_while_new_prompts_arrive() -> None:
+    """A pass with a chunk says not whose fault it was; the next one of the answer has none."""
+    with made() as setup:
+        bad = setup.ask(SHORT, 40)
+        setup.until(bad, State.RUNNING)
+        setup.step(2)
+        token = setup.sequence(bad).tokens[-1]
+
+        def breaks(tokens: mx.array) -> bool:
+            return decodes(tokens) and token in np.array(tokens)
+
+        setup.model.arm(fails, 100, only=breaks)
+        prompts: list[Handle] = []
+        while not bad.done and len(prompts) < 12:
+            prompts.append(setup.ask(SHORT, 1))
+            setup.step()
+        assert setup.model.mixed == [True, False], "once with a chunk, then without"
+        assert "while decoding: ValueError: a model's bug" in str(error_of(bad))
+        beside = setup.model.rows[-1] - 1
+        setup.model.times = 0
+        setup.drain()
+        right = [handle for handle in prompts if end_of(handle).error is None]
+        assert len(prompts) - len(right) == beside, "as in every failed decode step"
+        for handle in right:
             assert_right(handle)

@@ -45,7 +45,7 @@ def ask(engine: Engine, tokens: int = 10, max_tokens: int = 12, **settings: Any)
 
 
 def run_all(*calls: Callable[[], Any]) -> list[Any]:
-    """Make calls at the same time; return what they returned, or raised."""
+    """Make concurrent calls; return their results or exceptions."""
 
     def caught(call: Callable[[], Any]) -> Any:
         try:
@@ -60,7 +60,7 @@ def run_all(*calls: Callable[[], Any]) -> list[Any]:
 # ---- many callers
 
 
-def test_concurrent_requests_from_many_threads(engine: Engine) -> None:
+def test_concurrent_requests_from_many_threads_succeed(engine: Engine) -> None:
     def client(number: int) -> list[Handle]:
         handles = [ask(engine, 10 + 30 * i, seed=number) for i in range(2)]
         handles[0].result(SOON)
@@ -81,7 +81,7 @@ def test_concurrent_requests_from_many_threads(engine: Engine) -> None:
     assert (stats.requests, stats.finished, stats.failed) == (9, 9, 0)
 
 
-def test_read_while_other_thread_cancels(engine: Engine) -> None:
+def test_reader_ends_when_other_thread_cancels(engine: Engine) -> None:
     handle = ask(engine, max_tokens=Request.ENDLESS)
     read: list[Any] = []
 
@@ -129,7 +129,7 @@ def test_abandoned_iteration_does_not_block_others(engine: Engine) -> None:
 
 
 async def read_all(handle: Handle) -> list[Event]:
-    """Read a handle as a server does: woken by the listener, never waiting for the engine."""
+    """Read a handle as a server does: woken by the listener, without blocking."""
     loop, woken = asyncio.get_running_loop(), asyncio.Event()
     handle.listen(lambda: loop.call_soon_threadsafe(woken.set))
     found: list[Event] = []
@@ -169,7 +169,7 @@ def test_late_listener_is_called_at_once(engine: Engine) -> None:
     assert len(called) == 1, "nothing was there to tell of"
 
 
-def test_raising_listener_does_not_end_answer(
+def test_exception_in_listener_does_not_end_answer(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     stalled = stall(engine)
@@ -187,7 +187,7 @@ def test_raising_listener_does_not_end_answer(
     handle.result(SOON)
     assert_right(handle)
     assert calls == [1]
-    assert "is not called again" in caplog.text
+    assert "will not be called again" in caplog.text
     engine.check()
 
 
@@ -237,7 +237,7 @@ def test_drain_times_out() -> None:
         assert time.monotonic() - started < SOON / 2
 
 
-def test_drain_of_closed_engine_returns() -> None:
+def test_drain_of_closed_engine_returns_at_once() -> None:
     engine = make()
     engine.close()
     assert engine.drain(SOON)
@@ -330,7 +330,7 @@ def test_exception_in_with_block_closes_engine() -> None:
 
 
 @pytest.mark.parametrize("time_of_day", range(3))
-def test_close_concurrent_with_calls(time_of_day: int) -> None:
+def test_calls_concurrent_with_close_complete_or_raise(time_of_day: int) -> None:
     engine = make()
 
     def wait() -> Any:
@@ -359,7 +359,7 @@ def test_failed_step_leaves_engine_alive(engine: Engine) -> None:
     engine.check()
 
 
-def test_failed_finalize_leaves_engine_alive() -> None:
+def test_failed_detokenizer_finalize_leaves_engine_alive() -> None:
     tokenizer = Alphabet()
     with make(tokenizer) as engine:
         good = ask(engine, max_tokens=100)
@@ -381,7 +381,7 @@ def test_errors_are_raised_in_calling_thread(engine: Engine) -> None:
 
 
 class Dies(BaseException):
-    """What ends the engine's thread in these tests."""
+    """Exception that ends the engine's thread in these tests."""
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -430,7 +430,7 @@ def test_running_requests_fail_when_engine_thread_dies() -> None:
         engine.close()
 
 
-def test_call_in_progress_at_timeout_is_awaited(
+def test_call_already_started_at_timeout_is_awaited(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_module, "ANSWER_SECONDS", 0.05)
@@ -443,7 +443,7 @@ def test_call_in_progress_at_timeout_is_awaited(
 
 
 def stall(engine: Engine) -> threading.Event:
-    """Let the engine's thread stand still in a step, until the event is set."""
+    """Block the engine's thread in a step until the event is set."""
     step, stands, go_on = engine._core.step, threading.Event(), threading.Event()
 
     def slow(*, send_later: bool) -> bool:
@@ -456,7 +456,7 @@ def stall(engine: Engine) -> threading.Event:
     return go_on
 
 
-def test_hung_engine_counts_as_dead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_engine_is_reported_as_dead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither answers, nor pending calls, nor `close` wait for it."""
     handle = ask(engine, max_tokens=400)
     go_on = stall(engine)
@@ -499,7 +499,7 @@ def test_timed_out_call_is_never_run(engine: Engine, monkeypatch: pytest.MonkeyP
     assert engine.stats().requests == 1, "who asked thinks that it was not taken in"
 
 
-def test_abandoned_call_does_not_disturb_close(
+def test_close_works_after_timed_out_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also when the engine closes before it looked at the call."""
@@ -555,7 +555,7 @@ def test_failed_construction_leaves_no_thread(
     assert set(threading.enumerate()) <= before
 
 
-def test_two_engines_side_by_side(engine: Engine) -> None:
+def test_two_engines_run_side_by_side(engine: Engine) -> None:
     with make() as second:
         handles = [ask(each, 60, 30, seed=i) for i in range(3) for each in (engine, second)]
         for handle in handles:
@@ -591,7 +591,7 @@ for event in handle:
         ("engine._core.step = None", 0),  # the thread dies
     ],
 )
-def test_process_exits_without_close(end: str, code: int) -> None:
+def test_process_exits_without_closing_engine(end: str, code: int) -> None:
     found = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(end=end)],
         capture_output=True,

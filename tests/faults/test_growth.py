@@ -25,13 +25,13 @@ LONG: dict[str, Any] = {"max_kv_size": 65_536, "max_batch_size": 8, "max_queue":
 
 
 def room_for(setup: Setup, tokens: int, sequences: int = 1) -> int:
-    """Return the bytes that sequences of so many tokens take, beside the fixed ones."""
+    """Return the bytes of sequences of this length beside the fixed bytes."""
     needed = setup.core.view.sequence_bytes(tokens)
     return sequences * needed.per_sequence + needed.shared
 
 
 def expect_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let less be expected of answers than they will have."""
+    """Let the engine expect shorter answers than requested."""
     monkeypatch.setattr(answer_lengths, "LEAST_TOKENS", 16)
     monkeypatch.setattr(answer_lengths, "LEAST_REST_TOKENS", 8)
 
@@ -42,7 +42,7 @@ def said(handle: Handle) -> tuple[int, ...]:
 
 
 def alone(setup: Setup, prompt: tuple[int, ...], tokens: int, sampling: Sampling) -> Handle:
-    """Answer a prompt with all room, and evict everything afterwards."""
+    """Answer a prompt with enough memory, and evict everything afterwards."""
     handle = setup.ask(prompt, tokens, sampling=sampling)
     while setup.core.step():
         pass
@@ -70,7 +70,7 @@ def test_eight_answers_of_32_000_max_tokens_run_together() -> None:
         assert setup.core.view.stats().preemptions == 0
 
 
-def test_short_answer_with_large_max_tokens_evicts_nothing() -> None:
+def test_short_answer_with_large_max_tokens_causes_no_eviction() -> None:
     with made(**LONG) as setup:
         for seed in range(6):
             setup.ask(prompt_of(200, seed), 1)
@@ -88,7 +88,7 @@ def test_short_answer_with_large_max_tokens_evicts_nothing() -> None:
 
 
 def alone_beside(setup: Setup, prompt: tuple[int, ...]) -> Handle:
-    """Answer a prompt with four tokens; everything else stays."""
+    """Answer a prompt with four tokens; everything else stays cached."""
     handle = setup.ask(prompt, 4, sampling=DRAWN)
     setup.drain()
     return handle
@@ -110,7 +110,7 @@ def test_preempted_answers_match_single(
         assert [said(handle) for handle in handles] == answers
 
 
-def test_lowest_is_preempted_and_highest_continues() -> None:
+def test_lower_priority_answer_is_preempted_for_higher() -> None:
     with made(**LONG) as setup:
         setup.core.set_limit(setup.fixed + room_for(setup, 220))
         low, high = setup.ask(prompt_of(20, 1), 150), setup.ask(prompt_of(20, 2), 150, priority=1)
@@ -123,7 +123,7 @@ def test_lowest_is_preempted_and_highest_continues() -> None:
 
 
 @pytest.mark.parametrize("tokens", [95, 96, 200])
-def test_lone_answer_ends_with_length_at_memory_end(tokens: int) -> None:
+def test_answer_filling_memory_ends_with_length(tokens: int) -> None:
     with made(**LONG) as setup:
         setup.core.set_limit(setup.fixed + room_for(setup, 250))
         most = setup.core.view.fitting_tokens
@@ -134,7 +134,7 @@ def test_lone_answer_ends_with_length_at_memory_end(tokens: int) -> None:
             assert tokens + len(said(handle)) in (most, most + 1)  # the index may take less
 
 
-def test_largest_fitting_prompt_and_one_token_more() -> None:
+def test_prompt_one_token_above_memory_limit_is_refused() -> None:
     with made(**LONG) as setup:
         setup.ask(prompt_of(500, 7), 8)  # evicted for it
         setup.drain()
@@ -157,7 +157,7 @@ def test_lowered_limit_ends_running_answer() -> None:
 
 
 class EndsInsteadOfPreempting(Admission):
-    """Ends the answer of a sequence that could be preempted."""
+    """Ends an answer that should be preempted."""
 
     def preempt(self, sequence: Sequence) -> None:
         self.finish(sequence, lambda s: s.end("length"))

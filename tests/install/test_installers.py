@@ -1,4 +1,4 @@
-"""The wheels, installed by the tools that users have, from an index of this machine.
+"""Installation of the wheels by common tools from a local index.
 
 What the packages need comes from the index that the tool uses by itself. `make test-rest` installs
 with uv; `make test-install` tries pipx and pip as well, and each Python here.
@@ -43,7 +43,7 @@ NEVER_AT_STARTUP = {
 
 
 def run(*command: str | Path, **environment: str | Path) -> str:
-    """Run a command in an environment without this one's packages, and return what it prints."""
+    """Run a command without this environment's packages, and return its output."""
     clean = {
         name: value
         for name, value in os.environ.items()
@@ -90,7 +90,7 @@ def index(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loc
 
 
 def interpreter(version: str) -> str:
-    """Return the Python of a version; skip without one."""
+    """Return the Python of a version; skip if it is not installed."""
     if version == f"{sys.version_info.major}.{sys.version_info.minor}":
         return str(Path(sys.base_prefix) / "bin" / f"python{version}")
     candidates = [shutil.which(f"python{version}"), *_of_pyenv(version)]
@@ -145,7 +145,7 @@ HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
         ),
     ],
 )
-def test_installed_command_answers(
+def test_installed_command_generates_text(
     install: object, version: str, tools: Path, index: LocalIndex, tmp_path: Path
 ) -> None:
     assert callable(install)
@@ -160,7 +160,7 @@ def test_installed_command_answers(
 
 
 def modules_at_first_answer(command: Path, home: Path) -> set[str]:
-    """Serve the embedded model until it has answered, and return the modules of the server."""
+    """Return the modules of a server after its first answer."""
     report = home / "imports"
     with report.open("w") as errors:
         server = subprocess.Popen(
@@ -198,7 +198,7 @@ def modules_at_first_answer(command: Path, home: Path) -> set[str]:
         ("aarch64-apple-darwin", "[vlm,gguf,remote]"),
     ],
 )
-def test_wheels_exist_for_each_python(
+def test_dependencies_have_wheels_for_every_python(
     version: str, platform: str, extra: str, tools: Path, index: LocalIndex, tmp_path: Path
 ) -> None:
     """Each package that is needed has a wheel for this Python and system, and none conflicts."""
@@ -221,7 +221,7 @@ def names_in_wheel(wheel: Path) -> set[str]:
     ("package", "source"),
     [(OURS, "src/penstock"), (BENCHES, "benchmarks/src/penstock_bench")],
 )
-def test_wheel_has_sources_and_nothing_else(package: str, source: str, index: LocalIndex) -> None:
+def test_wheel_contains_only_sources(package: str, source: str, index: LocalIndex) -> None:
     wheel = names_in_wheel(index.file(package, ".whl"))
     listed = run(
         "git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard", source

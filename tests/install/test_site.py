@@ -35,7 +35,7 @@ def test_site_check_detects_broken_anchor(tools: Path) -> None:
     assert "no-such-heading" in done.stdout + done.stderr
 
 
-def test_links_out_of_site_lead_to_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_outside_docs_point_to_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     page, text = (
         ROOT / "docs" / "why.md",
         "[a](../Makefile), [b](server.md#access) and ![c](page.png)",

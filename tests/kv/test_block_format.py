@@ -1,4 +1,4 @@
-"""The form of a block is known before it is computed."""
+"""The format of a block is known before it is computed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def block(largest: float = 1.0) -> Segment:
     return Segment(tuple((side(), side()) for _ in SHAPES))
 
 
-def test_first_blocks_stay_raw() -> None:
+def test_blocks_of_raw_first_tokens_stay_raw() -> None:
     found = forms("turbo4", raw_tokens=100)
     assert [found.of(number) is found.coded for number in range(4)] == [False, False, True, True]
     assert found.spans.ends(9) == [2, 5], "what is raw is in records of its own"
@@ -42,7 +42,7 @@ def test_first_blocks_stay_raw() -> None:
 
 
 @pytest.mark.parametrize("name", ["4", "turbo2.5", "kivi4", "raw/turbo3"])
-def test_block_form_follows_its_number(name: str) -> None:
+def test_codec_of_block_depends_on_block_number(name: str) -> None:
     found, given = forms(name, raw_tokens=64, raw_layers=frozenset([1])), block()
     assert found.converted(given, 0) is given
     held = found.converted(given, 1)
@@ -57,7 +57,7 @@ def test_unencodable_block_is_not_stored() -> None:
     assert forms("4").converted(block(1e6), 0) is None
 
 
-def test_identities_differ_where_formats_differ() -> None:
+def test_different_formats_have_different_identities() -> None:
     names = [
         each.rule.identity
         for each in (
@@ -70,7 +70,7 @@ def test_identities_differ_where_formats_differ() -> None:
     assert len(set(names)) == 4
 
 
-def test_raw_sides_and_layers_are_counted_apart_from_codes() -> None:
+def test_raw_keys_and_layers_are_counted_separately_from_codes() -> None:
     shapes = [LayerShape(2, 32, 64, mx.float16)] * 3
     rule = QuantizationRule.of("raw/8", block_size=64, first_tokens=0, skip_layers=[1])
     coded, raw = rule.token_bits(shapes)

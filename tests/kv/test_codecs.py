@@ -47,7 +47,7 @@ def normal(*shape: int, seed: int = 0) -> mx.array:
 
 
 def widened(codes: mx.array, scales: mx.array, offsets: mx.array, group_size: int) -> mx.array:
-    """Return bytes as the float32 numbers that they stand for."""
+    """Return bytes as the float32 values that they encode."""
     wide = scales.astype(mx.float32), offsets.astype(mx.float32)
     return mx.dequantize(codes, *wide, group_size=group_size, bits=8)
 
@@ -66,7 +66,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("codec", "dim"), CASES)
-def test_codes_match_formula_and_dequantized_values(codec: Codec, dim: int) -> None:
+def test_code_size_and_products_match_dequantized_values(codec: Codec, dim: int) -> None:
     x = normal(1, HEADS, TOKENS, dim)
     coded = codec.encode(x, devices.current())
     assert 8 * coded.nbytes == codec.token_bits(dim) * HEADS * TOKENS
@@ -111,14 +111,14 @@ def test_encoding_is_deterministic_in_any_batch(codec: Codec, dim: int) -> None:
 @pytest.mark.parametrize(
     ("name", "most"), [("turbo2", 0.119), ("turbo3", 0.0375), ("turbo4", 0.0116), ("turbo8", 9e-5)]
 )
-def test_uniform_grid_loses_little_more(name: str, most: float) -> None:
+def test_uniform_codec_error_is_bounded(name: str, most: float) -> None:
     x = normal(1, 16, 1_024, 128)
     lost = x - side(name, keys=False).encode(x, devices.current()).dequantize(devices.current())
     assert float((lost * lost).sum() / (x * x).sum()) < most
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("turbo")])
-def test_self_products_of_keys_are_unbiased(name: str) -> None:
+def test_dequantized_keys_have_unbiased_projections(name: str) -> None:
     x = normal(1, 16, 1_024, 128)
     wide = side(name).encode(x, devices.current()).dequantize(devices.current())
     along = (x * wide).sum(axis=-1) / (x * x).sum(axis=-1)
@@ -139,7 +139,7 @@ def test_half_precision_encodes_like_float32(name: str, dtype: mx.Dtype) -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_zeros_stay_zeros(name: str) -> None:
+def test_zeros_are_encoded_exactly(name: str) -> None:
     for keys in (True, False):
         coded = side(name, keys=keys).encode(mx.zeros((1, HEADS, TOKENS, 64)), devices.current())
         assert coded.is_finite()
@@ -155,7 +155,7 @@ def test_values_too_large_for_scale_are_detected(name: str) -> None:
     assert not side(name).encode(x, devices.current()).is_finite()
 
 
-def test_spans_are_split_only_at_block_boundaries() -> None:
+def test_coded_spans_split_only_at_block_boundaries() -> None:
     coded = side("kivi4").encode(normal(1, HEADS, TOKENS, 64), devices.current())
     with pytest.raises(ValueError, match="cut every 64 tokens"):
         coded.take(0, 65)
@@ -168,7 +168,7 @@ def test_spans_are_split_only_at_block_boundaries() -> None:
     [
         ("affine4", 80, "no group does, but turbo4 holds it"),
         ("affine4", 96, "append g32"),
-        ("turbo2.5", 96, "not a multiple of 64; turbo2 and turbo3 hold it"),
+        ("turbo2.5", 96, "multiple of 64, not 96; use turbo2 or turbo3"),
         ("kivi4", 81, "no whole bits"),
     ],
 )
@@ -197,7 +197,7 @@ def test_unsupported_head_sizes_are_refused_with_reason(name: str, dim: int, wor
         ("raw/affine4", "raw/affine4", 1.561),
     ],
 )
-def test_scheme_names_round_trip(text: str, name: str, ratio: float) -> None:
+def test_codec_names_round_trip(text: str, name: str, ratio: float) -> None:
     scheme = parse_scheme(text)
     assert scheme.name == name
     assert scheme.ratio(128, 128) == pytest.approx(ratio, abs=1e-3)
@@ -220,12 +220,12 @@ def test_scheme_names_round_trip(text: str, name: str, ratio: float) -> None:
         "a/b/c",
     ],
 )
-def test_unknown_names_list_known_codecs(text: str) -> None:
+def test_error_of_unknown_codec_lists_known_ones(text: str) -> None:
     with pytest.raises(ValueError, match="supported: raw; affine2"):
         parse_scheme(text)
 
 
-def test_kivi_is_only_for_keys() -> None:
+def test_kivi_codec_for_values_is_refused() -> None:
     with pytest.raises(ValueError, match="for keys"):
         parse_scheme("affine4/kivi4")
 
@@ -251,7 +251,7 @@ def test_packing_matches_mlx(bits: int) -> None:
 
 
 def spread(kind: str) -> mx.array:
-    """Numbers of which one group is hard to hold: far from zero, alike, tiny, large, or none."""
+    """Return numbers with groups that are hard to encode: offset, constant, tiny, large, empty."""
     x = normal(3, 40, 128)
     if kind == "far":
         return 300.0 + 0.01 * x
@@ -295,7 +295,7 @@ def test_8_bit_codes_are_independent_of_input_precision(dtype: mx.Dtype) -> None
 
 @pytest.mark.parametrize("number", [math.nan, -math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
-def test_non_finite_input_has_non_finite_scale(dtype: mx.Dtype, number: float) -> None:
+def test_non_finite_input_gives_non_finite_scale(dtype: mx.Dtype, number: float) -> None:
     for others in (normal(2, 64), mx.abs(normal(2, 64)), -mx.abs(normal(2, 64))):
         x = others.astype(dtype)
         x[0, 5] = number
@@ -308,7 +308,9 @@ def test_non_finite_input_has_non_finite_scale(dtype: mx.Dtype, number: float) -
     st.sampled_from([1.0, 1e-3, 1e-6]),
 )
 @settings(max_examples=300, deadline=None)
-def test_8_bit_error_is_at_most_half_a_step(numbers: list[float], times: float) -> None:
+def test_8_bit_error_is_at_most_half_a_quantization_step(
+    numbers: list[float], times: float
+) -> None:
     x = mx.array([numbers], mx.float32) * times
     codes, scales, offsets = quantized(x, group_size=32, bits=8, ops=devices.current())
     found = widened(codes, scales, offsets, 32)
@@ -342,11 +344,11 @@ def test_rotation_is_stable_across_processes() -> None:
 
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("name", AUTO)
-def test_auto_reaches_named_ratio(name: str, dim: int) -> None:
+def test_auto_codec_reaches_ratio_in_its_name(name: str, dim: int) -> None:
     assert parse_scheme(name).ratio(dim, dim) >= float(name.removeprefix("auto").removesuffix("x"))
 
 
-def test_codec_is_one_file_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_codec_needs_one_class_and_registration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Setting names, pairs with other codecs, and the error's list follow."""
 
     class Doubled(Affine):
@@ -366,7 +368,7 @@ def test_codec_is_one_file_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None
     assert parse_scheme("doubled4").values == Doubled(4)
 
 
-def test_codec_that_takes_no_scales_stays_itself() -> None:
+def test_codec_without_scales_ignores_them() -> None:
     codec = side("kivi8")
     assert not codec.takes_scales and codec.scaled(((1,) * 64,)) is codec
 

@@ -21,7 +21,7 @@ def rows_of(width: int = 16, ratio: int = RATIO) -> Rows:
 
 
 def numbers(count: int, width: int, first: int = 0) -> mx.array:
-    """Return rows (1, count, width), each number another one."""
+    """Return rows (1, count, width) of distinct numbers."""
     return mx.arange(first * width, (first + count) * width, dtype=mx.float32).reshape(1, -1, width)
 
 
@@ -31,7 +31,9 @@ def numbers(count: int, width: int, first: int = 0) -> mx.array:
     count=st.integers(1, 6),
     behind=st.integers(0, 5),
 )
-def test_rows_round_trip_through_columns(width: int, ratio: int, count: int, behind: int) -> None:
+def test_rows_round_trip_through_kv_columns(
+    width: int, ratio: int, count: int, behind: int
+) -> None:
     rows = rows_of(width, ratio)
     tokens = count * ratio + behind
     keys, values = rows.columns(numbers(count, width), tokens)
@@ -44,13 +46,13 @@ def test_rows_round_trip_through_columns(width: int, ratio: int, count: int, beh
     assert mx.abs(keys[:, :, stop:]).sum() == 0
 
 
-def test_token_share_of_row_bytes() -> None:
+def test_bytes_per_token_are_share_of_row() -> None:
     assert rows_of(512, 4).shape.nbytes == 512 // 4 * 4
     assert rows_of(3, 4).shape.nbytes == 2 * 4  # at least one number each side
 
 
 class Kept:
-    """A state, as mlx-lm's cache of arrays has it."""
+    """A state with the interface of mlx-lm's array cache."""
 
     def __init__(self, *loose: mx.array | None) -> None:
         self.cache: list[Any] = [None, None, None, *loose]
@@ -73,7 +75,7 @@ def step(
     return Segment((reads.columns(12),), length=12), state, given_rows
 
 
-def test_aligned_chunk_stores_rows_in_its_columns() -> None:
+def test_aligned_chunk_stores_rows_in_its_kv_columns() -> None:
     first, state, _ = step([], 0, 3, None, chunk=True)
     assert state == (None, None, None, None)
     _, _, found = step([KVSpan(first, 0, 12)], 12, 0, None, chunk=True)
@@ -81,7 +83,7 @@ def test_aligned_chunk_stores_rows_in_its_columns() -> None:
     assert mx.array_equal(found, numbers(3, 16))
 
 
-def test_decoded_rows_are_loose_until_block_is_full() -> None:
+def test_decoded_rows_are_pending_until_block_is_full() -> None:
     first, _, _ = step([], 0, 1, None, chunk=True)  # six tokens: a row, and two that wait
     parts = [KVSpan(first, 0, 6)]
     _, state, found = step(parts, 7, 1, None, chunk=False)
@@ -97,20 +99,20 @@ def test_decoded_rows_are_loose_until_block_is_full() -> None:
     assert found is not None and mx.array_equal(found, numbers(3, 16))
 
 
-def test_unaligned_chunk_leaves_rows_loose() -> None:
+def test_rows_of_unaligned_chunk_are_pending() -> None:
     first, _, _ = step([], 0, 0, None, chunk=True)  # two tokens
     _, state, found = step([KVSpan(first, 0, 2)], 2, 2, None, chunk=True)
     assert found is None
     assert state[3] is not None and state[3].shape[1] == 2
 
 
-def test_step_without_new_rows_leaves_none_loose() -> None:
+def test_step_without_new_rows_has_no_pending_rows() -> None:
     first, _, _ = step([], 0, 3, None, chunk=True)
     _, state, _ = step([KVSpan(first, 0, 12)], 12, 0, None, chunk=False)
     assert state[3] is None
 
 
-def test_too_many_loose_rows_are_an_error() -> None:
+def test_too_many_pending_rows_raise_error() -> None:
     segment, _, _ = step([], 0, 0, None, chunk=True)
     live = RecurrentState(((None, None, None, numbers(4, 16)),), exclusive=True)
     with pytest.raises(AssertionError, match="4 loose rows of 12 tokens"):

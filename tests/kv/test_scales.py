@@ -35,7 +35,7 @@ def codec(name: str) -> Codec:
 
 
 def uneven() -> mx.array:
-    """Return how much larger the channels are: (heads, 1, dim), others in every head."""
+    """Return channel magnitudes that differ per head, (heads, 1, dim)."""
     factors = mx.ones((HEADS, 1, DIM))
     for head in range(HEADS):
         for channel in CHANNELS:
@@ -51,7 +51,7 @@ def measured(keys: mx.array, queries: mx.array) -> Scales:
 
 
 def outliers(seed: int = 0) -> tuple[mx.array, mx.array]:
-    """Return keys with large channels and queries that are as small there."""
+    """Return keys with large channels and queries with equally small ones."""
     keys, queries = normal(1, HEADS, TOKENS, DIM, seed=seed), normal(HEADS, ASKED, DIM, seed=99)
     return keys * uneven(), queries / uneven()
 
@@ -73,7 +73,7 @@ def lost(held: Codec, keys: mx.array, queries: mx.array) -> float:
 # ---- which
 
 
-def test_scales_of_outlier_channels_are_found() -> None:
+def test_outlier_channels_are_detected() -> None:
     keys, queries = outliers()
     scales = measured(keys, queries)
     for head, found in enumerate(scales):
@@ -107,7 +107,7 @@ def test_only_outlier_channels_get_scale(times: float, power: int) -> None:
     assert found == ((bytes(power if i == 3 else 0 for i in range(DIM)),) if power else ())
 
 
-def test_degenerate_channels_get_no_scale() -> None:
+def test_zero_and_infinite_channels_get_no_scale() -> None:
     keys, queries = outliers()
     keys, queries = mx.array(keys), mx.array(queries)
     keys[:, 0, :, 7], queries[1, :, 8] = 0.0, 0.0
@@ -176,7 +176,7 @@ def test_outlier_channels_do_not_increase_error(name: str) -> None:
     assert lost(codec(name), keys, queries) > 3 * scaled, "without scales they do"
 
 
-def test_scales_depend_on_queries_too() -> None:
+def test_scales_depend_on_keys_and_queries() -> None:
     """Negative control: keys and queries that are large in the same channels need no scale."""
     keys, queries = outliers()
     queries = queries * uneven() ** 2
@@ -245,7 +245,7 @@ def test_per_head_encoding_uses_per_head_scales() -> None:
     assert all(map(mx.array_equal, held.parts, own.encode(keys, devices.current()).parts))  # type: ignore[union-attr]
 
 
-def test_only_equal_scales_join() -> None:
+def test_only_segments_with_equal_scales_join() -> None:
     some = measured(*outliers())
     held = segment().encoded(layered((), some), devices.current())
     again = segment(1).encoded(layered((), measured(*outliers())), devices.current())
@@ -258,7 +258,7 @@ def test_only_equal_scales_join() -> None:
     assert not BlockFormat.of(shapes, parse_scheme("turbo4")).holds(held)
 
 
-def test_identities_differ_where_scales_differ() -> None:
+def test_different_scales_have_different_identities() -> None:
     rule = QuantizationRule.of("turbo4", block_size=64, first_tokens=0)
     assert rule is not None
     some = measured(*outliers())

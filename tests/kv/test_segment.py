@@ -1,4 +1,4 @@
-"""Segments: finiteness, thinning and encoding."""
+"""Segments: finiteness, dropped tokens and encoding."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_finite_segment_is_finite(dtype: mx.Dtype) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("at", [(0, 0, 0), (1, 69, 7), (1, 35, 3)])
-def test_non_finite_value_is_found_anywhere(
+def test_non_finite_value_is_detected_anywhere(
     dtype: mx.Dtype, bad: float, side: int, at: tuple[int, int, int]
 ) -> None:
     for layer in range(3):
@@ -53,7 +53,7 @@ def test_non_finite_value_is_found_anywhere(
 
 
 @dtypes
-def test_infinities_of_opposite_sign_are_found(dtype: mx.Dtype) -> None:
+def test_infinities_of_opposite_sign_are_detected(dtype: mx.Dtype) -> None:
     made = segment(dtype)
     made.layers[1][0][0, 0, 5, 2] = float("inf")  # type: ignore[index]
     made.layers[1][0][0, 0, 5, 3] = float("-inf")  # type: ignore[index]
@@ -72,13 +72,13 @@ def test_finite_values_with_infinite_sum_are_finite() -> None:
 
 
 def numbered(start: int, stop: int) -> Segment:
-    """Return a segment of two layers whose numbers are their tokens' positions."""
+    """Return a segment of two layers whose values are the token positions."""
     at = mx.arange(start, stop).astype(mx.float32)[None, None, :, None]
     return Segment(tuple((at + 1_000 * layer, -at - 1_000 * layer) for layer in range(2)))
 
 
 def held(segment: Segment, start: int = 0) -> list[list[int]]:
-    """Return which positions each layer holds, if its sides hold the same."""
+    """Return the positions stored in each layer; both sides must be equal."""
     found = []
     for layer, (keys, values) in enumerate(segment.layers):
         assert isinstance(keys, mx.array) and isinstance(values, mx.array)
@@ -92,7 +92,7 @@ def tail(tokens: int, *gone: int) -> list[list[int]]:
     return [list(range(each, tokens)) for each in gone]
 
 
-def test_thinned_layer_holds_last_tokens_and_frees_rest() -> None:
+def test_layer_with_dropped_tokens_frees_their_memory() -> None:
     before = mx.get_active_memory()
     whole = segment(mx.float32, 4_096)
     size = mx.get_active_memory() - before
@@ -110,7 +110,7 @@ def test_thinned_layer_holds_last_tokens_and_frees_rest() -> None:
 
 
 @given(st.data())
-def test_thinned_segment_splits_and_joins(data: st.DataObject) -> None:
+def test_segment_with_dropped_tokens_splits_and_joins(data: st.DataObject) -> None:
     tokens = data.draw(st.integers(1, 9))
     gone = data.draw(st.tuples(*[st.integers(0, tokens)] * 2))
     at = data.draw(st.integers(0, tokens))
@@ -148,7 +148,7 @@ def gone(*counts: int) -> dict[int, int]:
         ((0, 0), (0, 8), False),
     ],
 )
-def test_join_never_leaves_gap_in_layer(
+def test_join_with_gap_in_layer_is_refused(
     parents: Sequence[int], childs: Sequence[int], fits: bool
 ) -> None:
     parent, child = numbered(0, 8).thinned(gone(*parents)), numbered(8, 16).thinned(gone(*childs))
@@ -161,7 +161,7 @@ def test_join_never_leaves_gap_in_layer(
             parent.join(child)
 
 
-def test_dropped_tokens_are_filled_from_recomputed() -> None:
+def test_dropped_tokens_are_filled_from_recomputed_segment() -> None:
     thin = numbered(8, 16).thinned(gone(0, 6)).checkpointed([Checkpoint(4, ())])
     filled = thin.filled(numbered(4, 23), 4)
     assert held(filled, 8) == tail(8, 0, 0)
@@ -174,7 +174,7 @@ def test_dropped_tokens_are_filled_from_recomputed() -> None:
 
 
 @pytest.mark.parametrize("name", ["8", "turbo4", "kivi4"])
-def test_thinned_codes_split_and_join(name: str) -> None:
+def test_quantized_segment_with_dropped_tokens_splits_and_joins(name: str) -> None:
     scheme = parse_scheme(name)
     keys = mx.random.normal((1, 2, 192, 64), key=mx.random.key(1))
     whole = Segment(((keys, -keys), (keys, keys + 1), (keys, keys)))
@@ -190,7 +190,7 @@ def test_thinned_codes_split_and_join(name: str) -> None:
     assert first.join(rest).nbytes == coded.nbytes == first.nbytes + rest.nbytes
 
 
-def test_cut_segment_owns_its_codes() -> None:
+def test_cut_segment_copies_its_codes() -> None:
     """It frees the rest of the codes; a copy of the raw sides alone shares the coded ones."""
     side = mx.random.normal((1, 2, 4_096, 64), key=mx.random.key(1))
     whole = Segment(((side, side),)).encoded(parse_scheme("8"), devices.current())
@@ -216,7 +216,7 @@ def test_codes_are_dequantized_in_pieces(name: str) -> None:
     assert mx.get_peak_memory() - mx.get_active_memory() < wide.nbytes / 2
 
 
-def test_incomplete_block_is_not_written() -> None:
+def test_block_with_dropped_tokens_is_not_converted() -> None:
     shapes = [LayerShape(1, 1, 1, mx.float32)] * 2
     thin = numbered(0, 16).thinned(gone(0, 8))
     assert BlockFormats(shapes, 8).converted(thin.part(0, 8), 0) is None
@@ -260,7 +260,7 @@ def test_encoding_stays_within_reserved_bytes(
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
 @pytest.mark.parametrize("tokens", [64, 1_024, 1_984, 2_112])
-def test_encoding_is_independent_of_pieces(tokens: int, dtype: mx.Dtype) -> None:
+def test_encoding_is_independent_of_piece_size(tokens: int, dtype: mx.Dtype) -> None:
     """For any pieces by heads and by tokens; only a side that cannot be encoded stays raw."""
     more = mx.random.normal((1, 2, tokens + 64, 64), key=mx.random.key(1)).astype(dtype)
     side = mx.contiguous(more[:, :, :tokens])
@@ -280,7 +280,7 @@ def test_encoding_is_independent_of_pieces(tokens: int, dtype: mx.Dtype) -> None
 
 
 @pytest.mark.parametrize("tokens", [100, 300])
-def test_partial_spans_are_refused(tokens: int) -> None:
+def test_spans_of_partial_codec_blocks_are_refused(tokens: int) -> None:
     side = mx.zeros((1, 2, tokens, 64))
     for name in ("kivi8", "kivi4/affine8"):
         with pytest.raises(ValueError, match="64 tokens together"):

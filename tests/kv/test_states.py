@@ -15,7 +15,7 @@ WHOLE_BYTES = 4 * TOKENS * WIDTH
 
 @pytest.fixture(autouse=True)
 def exact() -> object:
-    """MLX keeps no freed buffers, and what is counted is what is held."""
+    """Disable MLX's buffer cache, so that allocated bytes are exact."""
     before = mx.set_cache_limit(0)
     yield
     mx.set_cache_limit(before)
@@ -28,7 +28,7 @@ def whole(number: float = 1.0) -> mx.array:
 
 
 def convolution_state_view() -> mx.array:
-    """Return its last inputs: a view of all of them, as a layer leaves it."""
+    """Return a view of the last inputs, as a convolution layer leaves it."""
     inputs = whole()
     view = inputs[:, -KEPT:]
     mx.eval(view)
@@ -41,7 +41,7 @@ def state() -> mx.array:
     return made
 
 
-def test_view_retains_source_array() -> None:
+def test_check_detects_view_retaining_source() -> None:
     """Negative control of the next two."""
     before = mx.get_active_memory()
     view = convolution_state_view()
@@ -58,7 +58,7 @@ def test_small_arrays_are_copied_and_retain_nothing() -> None:
     assert [[array is None for array in each] for each in states] == [[0, 0], [1, 0]]
 
 
-def test_large_arrays_are_passed_through() -> None:
+def test_large_arrays_are_not_copied() -> None:
     large = state()
     ((small, same),) = unpinned(((convolution_state_view(), large),))
     assert same is large
@@ -73,7 +73,7 @@ def test_copies_have_exact_size(row: int | None) -> None:
     assert made[0][1] is None
 
 
-def test_copy_of_single_row() -> None:
+def test_copy_of_single_row_has_its_values() -> None:
     rows = mx.arange(3.0).reshape(3, 1, 1) * mx.ones((3, KEPT, WIDTH))
     mx.eval(rows)
     ((alone,),) = copied(((rows,),), 1)
@@ -81,7 +81,7 @@ def test_copy_of_single_row() -> None:
 
 
 def lives(*numbers: float) -> list[st.RecurrentState]:
-    """Return states of sequences that come from different steps, with a layer that has none."""
+    """Return states of sequences from different steps, with a layer without state."""
     return [
         st.RecurrentState(((mx.full((1, 3), number), None),), exclusive=True) for number in numbers
     ]
@@ -94,7 +94,7 @@ def test_states_are_stacked_in_row_order() -> None:
     assert rows.tolist() == [[1.0] * 3, [2.0] * 3, [3.0] * 3]
 
 
-def test_rows_of_one_step_are_restacked_without_copy() -> None:
+def test_states_of_same_step_are_stacked_without_copy() -> None:
     whole: st.States = ((mx.arange(6).reshape(3, 2),),)
     rows = [st.RecurrentState(whole, row) for row in range(3)]
     assert st.stacked(rows) is whole
@@ -104,7 +104,7 @@ def test_rows_of_one_step_are_restacked_without_copy() -> None:
         assert array.tolist() == [[2 * row, 2 * row + 1] for row in chosen]
 
 
-def test_missing_state_cannot_be_stacked() -> None:
+def test_stacking_with_missing_state_is_refused() -> None:
     one, other = lives(1, 2)
     without = st.RecurrentState(((None, None),), exclusive=True)
     with pytest.raises(ValueError, match="some sequences have a state and others have none"):

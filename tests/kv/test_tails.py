@@ -21,7 +21,7 @@ SLOTS, COLUMNS = 3, 5
 
 @pytest.fixture(autouse=True)
 def exact_buffers() -> Iterator[None]:
-    """Let MLX reuse no buffer: a cached one may be larger than what is asked for."""
+    """Disable MLX's buffer cache, which may return larger buffers than requested."""
     limit = mx.set_cache_limit(0)
     yield
     mx.set_cache_limit(limit)
@@ -36,7 +36,7 @@ def made(
 
 
 def token(layer: int, number: float, rows: int = 1) -> tuple[mx.array, mx.array]:
-    """Return keys full of a number and values full of its opposite."""
+    """Return keys filled with a number and values with its negative."""
     shape = SHAPES[layer]
     keys = mx.full((rows, shape.kv_heads, 1, shape.key_dim), number, shape.dtype)
     values = mx.full((rows, shape.kv_heads, 1, shape.value_dim), -number, shape.dtype)
@@ -59,7 +59,7 @@ def write_many(tails: Tails, slots: list[int], columns: list[int], first: float)
 
 
 def contents(tails: Tails) -> list[list[float]]:
-    """Return the number in every column of every slot, the same in all layers and heads."""
+    """Return the number in every column of every slot, equal in all layers and heads."""
     for layer in range(len(SHAPES)):
         for slot in range(tails.slots):
             keys, values = tails.read_block(layer, slot, 1, tails.columns)
@@ -72,7 +72,7 @@ def contents(tails: Tails) -> list[list[float]]:
 # ---- slots
 
 
-def test_slots_are_exclusive_until_released() -> None:
+def test_slot_is_exclusive_until_released() -> None:
     tails = made()
     taken = [tails.take_slot() for _ in range(SLOTS)]
     assert sorted(taken) == [0, 1, 2]
@@ -151,7 +151,7 @@ def test_write_changes_only_its_columns(script: list[Any]) -> None:
     assert values[:, 1, :, 3].tolist() == (-expected[[2, 0], :3]).tolist()
 
 
-def test_one_column_pool_does_not_retain_source() -> None:
+def test_write_of_whole_buffer_does_not_retain_source() -> None:
     """The write covers the whole buffer and must not retain the token's source array."""
     tails = made(1, 1)
     before = mx.get_active_memory()
@@ -189,7 +189,7 @@ def test_writes_are_in_place(together: bool) -> None:
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["one", "many"])
-def test_live_view_forces_a_copy(together: bool) -> None:
+def test_write_copies_buffer_if_view_is_alive(together: bool) -> None:
     """Negative control: why nobody may keep the result of `read_one` over a step."""
     tails = made(4, 256, WIDE)
     view = tails.read_block(0, 1, 1, 3)
@@ -224,7 +224,7 @@ def test_buffers_are_allocated_at_first_step() -> None:
 # ---- wiping and renewing
 
 
-def test_wipe_costs_one_slot_at_most() -> None:
+def test_wipe_peak_is_at_most_one_slot() -> None:
     tails = made(8, 64, WIDE)
     before = mx.get_active_memory()
     assert peak_above(lambda: tails.wipe(3)) <= tails.nbytes // tails.slots + 1_024
@@ -241,7 +241,7 @@ def test_wipe_clears_nan(bad: float, slots: int) -> None:
     assert contents(tails) == [[0.0] * COLUMNS] * slots
 
 
-def test_renew_zeroes_without_second_buffer() -> None:
+def test_renew_zeroes_without_second_allocation() -> None:
     tails = made(4, 64, WIDE)
     slot = tails.take_slot()
     before = mx.get_active_memory()
@@ -252,7 +252,7 @@ def test_renew_zeroes_without_second_buffer() -> None:
     assert slot not in {tails.take_slot() for _ in range(3)}, "a taken slot was given out"
 
 
-def test_renew_drops_failed_lazy_write() -> None:
+def test_renew_discards_unevaluated_write() -> None:
     tails = made()
     write_block(tails, 1, 1, 7.0)
     tails.write_block(0, 0, 0, *token(0, 3.0))  # never evaluated
@@ -260,7 +260,7 @@ def test_renew_drops_failed_lazy_write() -> None:
     assert contents(tails) == [[0.0] * COLUMNS] * SLOTS
 
 
-def test_dropped_pool_holds_nothing() -> None:
+def test_dropped_pool_frees_its_memory() -> None:
     before = mx.get_active_memory()
     tails = made()
     tails.drop()
@@ -271,7 +271,7 @@ def test_dropped_pool_holds_nothing() -> None:
 
 
 @pytest.mark.parametrize("stop", [1, 3, COLUMNS])
-def test_cut_copies_first_columns(stop: int) -> None:
+def test_cut_copies_first_columns_of_slot(stop: int) -> None:
     tails = made()
     for column in range(COLUMNS):
         write_block(tails, 1, column, column + 1.0)
@@ -286,7 +286,7 @@ def test_cut_copies_first_columns(stop: int) -> None:
             assert values[0, head, :, -1].tolist() == [-c - 1.0 for c in range(stop)]
 
 
-def test_cut_continues_previous_cut() -> None:
+def test_cut_is_appended_to_previous_cut() -> None:
     tails = made()
     for column in range(COLUMNS):
         write_block(tails, 2, column, column + 1.0)
@@ -303,7 +303,7 @@ def test_cut_continues_previous_cut() -> None:
 @pytest.mark.parametrize("slots", [1, 2, 64])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("behind", [False, True], ids=["alone", "behind"])
-def test_cut_holds_only_its_bytes(slots: int, kv_heads: int, behind: bool) -> None:
+def test_cut_retains_only_its_own_bytes(slots: int, kv_heads: int, behind: bool) -> None:
     """A view would keep the pool alive and force the next write to copy."""
     before = mx.get_active_memory()
     tails = made(slots, 8, [LayerShape(kv_heads, 64, 64, mx.float32)])

@@ -277,7 +277,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def config_of(name: str) -> dict[str, Any]:
-    """Complete one family's small config; a key of None is absent."""
+    """Complete one family's small config; a value of None removes the key."""
     changes = FAMILIES[name]
     merged = {**BASE, "model_type": name, **changes}
     return {
@@ -286,7 +286,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 def held_by(layer: Any) -> tuple[int, int]:
-    """Sum one mlx-lm layer cache: bytes a KV column costs, and bytes of its states."""
+    """Return a layer cache's bytes per KV column, and its state bytes."""
     if hasattr(layer, "caches"):
         parts = [held_by(part) for part in layer.caches]
         return sum(p[0] for p in parts), sum(p[1] for p in parts)
@@ -320,13 +320,13 @@ def test_config_defaults_match_mlx_lm(name: str) -> None:
     assert assumed == {key: getattr(args, key) for key in assumed}
 
 
-def test_gemma3_vision_head_defaults() -> None:
+def test_gemma3_default_head_sizes_match_mlx_lm() -> None:
     args = importlib.import_module("mlx_lm.models.gemma3").ModelArgs("gemma3", {})
     assumed = families.FAMILIES["gemma3"].assumed
     assert args.text_config.items() <= {**assumed, "vocab_size": args.vocab_size}.items()
 
 
-def test_example_of_32_layers_is_one_gib_each_for_keys_and_values() -> None:
+def test_example_model_needs_1_gib_for_keys_and_1_for_values() -> None:
     layers = (memory.LayerSpec("full", 32, 128, 128),) * 32
     spec = memory.ModelSpec("example", "llama", "float16", layers, None, "", None)
     keys = 32 * 32 * memory.vector_bytes(128, 2) * 4096
@@ -372,7 +372,7 @@ def test_group_size_is_64_or_32(dim: int, group_size: int) -> None:
     assert memory.group_size_for(spec_of([memory.LayerSpec("full", 1, dim, dim)])) == group_size
 
 
-def test_head_size_without_group_is_named() -> None:
+def test_unsupported_head_size_is_named_in_error() -> None:
     with pytest.raises(SettingError, match="head size 80 of example"):
         memory.group_size_for(spec_of([memory.LayerSpec("full", 1, 128, 80)]))
 
@@ -410,7 +410,7 @@ KINDS = st.one_of(
     batch=st.integers(1, 9),
     bits=st.sampled_from([None, *memory.KV_BITS]),
 )
-def test_batch_bytes_are_sum_over_columns(
+def test_batch_bytes_match_sum_over_columns(
     layers: list[memory.LayerSpec],
     max_kv_size: int,
     capacity: int | None,
@@ -445,7 +445,7 @@ def test_batch_bytes_are_sum_over_columns(
     max_kv_size=st.integers(1, 1000),
     batch=st.integers(1, 5),
 )
-def test_fit_is_largest_that_fits(
+def test_largest_fitting_window_and_batch_are_exact(
     layers: list[memory.LayerSpec],
     memory_bytes: int,
     weight_bytes: int | None,
@@ -490,7 +490,7 @@ def test_fit_is_largest_that_fits(
         (4096, 4096),
     ],
 )
-def test_parse_bytes(text: str | int, count: int) -> None:
+def test_parse_bytes_reads_units(text: str | int, count: int) -> None:
     assert memory.parse_bytes(text) == count
 
 
@@ -513,12 +513,12 @@ def test_parse_bytes_refuses_invalid_text(text: str) -> None:
         (-1500, "-1.50 kB"),
     ],
 )
-def test_format_bytes(count: int, text: str) -> None:
+def test_format_bytes_chooses_unit(count: int, text: str) -> None:
     assert memory.format_bytes(count) == text
 
 
 @given(st.integers(0, 10**14))
-def test_formatted_bytes_parse_back(count: int) -> None:
+def test_formatted_bytes_round_trip(count: int) -> None:
     text = memory.format_bytes(count).replace(",", "")
     assert abs(memory.parse_bytes(text) - count) <= 0.006 * count
 
@@ -527,7 +527,7 @@ def test_formatted_bytes_parse_back(count: int) -> None:
     ("gigabytes", "percent"),
     [(8, 70), (31, 70), (32, 75), (63, 75), (64, 80), (128, 85), (512, 85)],
 )
-def test_default_limit_leaves_more_on_small_machines(gigabytes: int, percent: int) -> None:
+def test_default_limit_is_smaller_share_on_small_machines(gigabytes: int, percent: int) -> None:
     recommended = gigabytes * 10**9
     assert memory.default_limit_bytes(recommended) == recommended * percent // 100
 
@@ -535,7 +535,7 @@ def test_default_limit_leaves_more_on_small_machines(gigabytes: int, percent: in
 @pytest.mark.parametrize(
     ("gigabytes", "share"), [(8, 0.8), (31, 0.8), (32, 0.85), (64, 0.9), (128, 0.95), (512, 0.95)]
 )
-def test_default_threshold_by_machine_memory(gigabytes: int, share: float) -> None:
+def test_default_memory_threshold_depends_on_machine(gigabytes: int, share: float) -> None:
     assert memory.default_threshold(gigabytes * 10**9) == pytest.approx(share)
 
 
@@ -612,7 +612,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_widened_bytes_are_counted_by_tensor(tmp_path: Path, mode: str) -> None:
+def test_float32_weight_bytes_are_counted_per_tensor(tmp_path: Path, mode: str) -> None:
     """Of all quantizations, with one matrix in bits of its own, norms, and a float32 tensor."""
     own = {"group_size": 32, "bits": 8, "mode": "affine"}
     name = "model.layers.0.mlp.down_proj"
@@ -633,7 +633,7 @@ def test_widened_bytes_are_counted_by_tensor(tmp_path: Path, mode: str) -> None:
     assert native.weight_bytes == sum(array.nbytes for array in weights.values())
 
 
-def test_blocks_of_8_bit_floats_are_counted_as_mxfp8(tmp_path: Path) -> None:
+def test_fp8_blocks_are_counted_as_mxfp8(tmp_path: Path) -> None:
     """As mlx-vlm reads them: a byte a number, and one for the scale of 32."""
     form = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
     config = config_of("llama") | {"quantization_config": form}
@@ -661,7 +661,7 @@ def test_blocks_of_8_bit_floats_are_counted_as_mxfp8(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\x05\x00", b"\xff" * 64, b"\x02" + b"\x00" * 7 + b"[]"])
-def test_damaged_header_is_error_with_file_name(tmp_path: Path, content: bytes) -> None:
+def test_damaged_header_error_has_file_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of("llama")))
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ModelError, match=r"model\.safetensors has no readable safetensors header"):
@@ -669,7 +669,7 @@ def test_damaged_header_is_error_with_file_name(tmp_path: Path, content: bytes) 
 
 
 @pytest.mark.parametrize("missing", [1, 500])
-def test_truncated_weights_are_error_with_both_sizes(tmp_path: Path, missing: int) -> None:
+def test_truncated_weights_error_has_both_sizes(tmp_path: Path, missing: int) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of("llama")))
     file = tmp_path / "model.safetensors"
     mx.save_safetensors(str(file), {"a": mx.ones((100,)), "b": mx.ones((200,))})
@@ -682,7 +682,9 @@ def test_truncated_weights_are_error_with_both_sizes(tmp_path: Path, missing: in
 
 
 @pytest.mark.parametrize("offsets", [[8, 4], [-4, 4]])
-def test_invalid_tensor_offsets_are_damaged_header(tmp_path: Path, offsets: list[int]) -> None:
+def test_invalid_tensor_offsets_are_reported_as_damaged_header(
+    tmp_path: Path, offsets: list[int]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of("llama")))
     entry = {"dtype": "F32", "shape": [1], "data_offsets": offsets}
     header = json.dumps({"odd": entry}).encode()
@@ -726,16 +728,14 @@ def test_impossible_size_is_refused_even_if_unused(tmp_path: Path, key: str, val
         ('{"model_type": "llama", "num_hidden_layers": 0}', "num_hidden_layers is 0"),
     ],
 )
-def test_broken_config_is_error_with_reason(
-    tmp_path: Path, content: str | None, words: str
-) -> None:
+def test_broken_config_error_has_reason(tmp_path: Path, content: str | None, words: str) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelError, match=words):
         memory.read_model_spec(tmp_path)
 
 
-def test_missing_folder_is_named() -> None:
+def test_missing_folder_is_named_in_error() -> None:
     with pytest.raises(ModelError, match="there is no nowhere/model"):
         memory.read_model_spec("nowhere/model")
 
@@ -767,7 +767,7 @@ def test_unsupported_dtype_is_noted() -> None:
     assert "float8_e4m3fn" in spec.notes[0]
 
 
-def test_equal_layers_are_grouped_in_order() -> None:
+def test_consecutive_equal_layers_are_grouped() -> None:
     spec = memory.read_model_spec(config_of("llama windows"))
     assert [(n, layer.kind) for n, layer in memory.layer_groups(spec)] == [
         (3, "window"),
@@ -776,7 +776,7 @@ def test_equal_layers_are_grouped_in_order() -> None:
     assert replace(spec, dtype="float32").scalar_bytes == 4
 
 
-def test_exactly_filled_memory_fits() -> None:
+def test_exact_amount_of_memory_fits() -> None:
     spec = spec_of([memory.LayerSpec("full", 2, 64, 64), memory.LayerSpec("window", 2, 64, 64, 8)])
     needed = memory.bytes_of_batch(spec, 3, 100)
     exact = memory.what_fits(spec, needed, max_kv_size=100, batch=3)

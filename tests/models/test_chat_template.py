@@ -16,7 +16,7 @@ from penstock.models.mlx_lm import chat_templates, load_tokenizer, render
 from penstock.recall import MODEL_PATH
 
 
-def test_template_by_file_or_name(tmp_path: Path) -> None:
+def test_template_is_read_from_file_or_name(tmp_path: Path) -> None:
     file = tmp_path / "own.jinja"
     file.write_text("{{ messages[0].content }}é")
     assert template_text(str(file)) == "{{ messages[0].content }}é"
@@ -34,7 +34,7 @@ def test_unreadable_template_file_gives_one_line_error(
         template_text(str(file))
 
 
-def test_given_template_renders_prompt() -> None:
+def test_custom_template_renders_prompt() -> None:
     loaded = load_all(MODEL_PATH)
     talk = [{"role": "user", "content": "Hello"}]
     before = render(loaded.tokenizer, talk)
@@ -69,7 +69,7 @@ def folder_with(folder: Path, files: dict[str, Any]) -> Path:
 
 
 def said(file: str) -> str:
-    """Return a template that says the file it is of."""
+    """Return a template that prints its file name."""
     return "{{ '" + file + "' }}"
 
 
@@ -113,7 +113,7 @@ def test_folder_templates_match_transformers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [{}, [], {"chat_template": 1}, {"chat_template": [1]}, "{"])
-def test_legacy_file_without_template_gives_none(tmp_path: Path, content: Any) -> None:
+def test_legacy_folder_without_template_has_none(tmp_path: Path, content: Any) -> None:
     tokenizer = load_tokenizer(folder_with(tmp_path / "model", {LEGACY: content}))
     assert not tokenizer.has_chat_template
 

@@ -29,7 +29,7 @@ from penstock.plugins.gguf import blocks
 from penstock.plugins.gguf.header import FORMS, Header, TensorInfo, is_gguf, read_header
 from penstock.plugins.gguf.loaded_bytes import native_bytes, wide_bytes
 from penstock.plugins.gguf.tokenizer import SPLITS, write_tokenizer
-from penstock.plugins.gguf.weights import _in_half, nearest_errors, weights
+from penstock.plugins.gguf.weights import _in_half, nearest_errors, tensors
 from support.gguf_files import (
     MODELS,
     VOCABULARY,
@@ -53,14 +53,14 @@ TEXTS = [
 
 
 def tensor(path: Path, form: str, raw: bytes, shape: tuple[int, ...]) -> TensorInfo:
-    """Put the bytes of a tensor into a file of its own."""
+    """Write the bytes of a tensor to a file."""
     path.write_bytes(raw)
     kind = FORM[form]
     return TensorInfo("blk.0.attn_q.weight", shape, kind, path, 0)
 
 
 @pytest.mark.parametrize("form", EXACT)
-def test_forms_supported_by_mlx_are_read_exactly(form: str, tmp_path: Path) -> None:
+def test_quantizations_supported_by_mlx_are_read_exactly(form: str, tmp_path: Path) -> None:
     kind = gguf.GGMLQuantizationType[form]
     rows, columns = 6, 512
     is_coded = form.startswith(("Q", "MX"))
@@ -77,7 +77,7 @@ def test_forms_supported_by_mlx_are_read_exactly(form: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("form", ["Q2_K", "Q3_K", "Q6_K"])
-def test_other_forms_are_within_half_a_step_of_mlx(form: str, tmp_path: Path) -> None:
+def test_other_quantizations_are_requantized_within_one_step(form: str, tmp_path: Path) -> None:
     raw = random_blocks(form, 6, 512)
     ours = blocks.read(tensor(tmp_path / "t", form, raw.tobytes(), (6, 512)))
     theirs = dequantize(raw, gguf.GGMLQuantizationType[form])
@@ -92,7 +92,7 @@ def test_other_forms_are_within_half_a_step_of_mlx(form: str, tmp_path: Path) ->
     assert np.array_equal(np.array(wide), theirs)
 
 
-def test_nearest_codes_do_not_depend_on_the_rows_together(
+def test_requantization_is_independent_of_row_batching(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raw = random_blocks("Q6_K", 15, 512)
@@ -127,7 +127,7 @@ def test_requantization_error_is_reported(
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("form", ["F32", "Q8_0"])
-def test_each_architecture_matches_mlx_lm_model(name: str, form: str, tmp_path: Path) -> None:
+def test_every_architecture_matches_mlx_lm_model(name: str, form: str, tmp_path: Path) -> None:
     mx.random.seed(1)
     model, config = small_model(name)
     file = tmp_path / "small.gguf"
@@ -148,7 +148,7 @@ NEW_TOKENS = 24
 
 
 @pytest.mark.parametrize("name", ["granite", "glm4", "lfm2", "qwen35", "qwen35moe", "gpt-oss"])
-def test_engine_answers_as_mlx_lm_with_same_weights(name: str, tmp_path: Path) -> None:
+def test_engine_matches_mlx_lm_with_same_weights(name: str, tmp_path: Path) -> None:
     mx.random.seed(2)
     model, config = small_model(name)
     file = tmp_path / "small.gguf"
@@ -169,7 +169,7 @@ def test_engine_answers_as_mlx_lm_with_same_weights(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("dtype", ["native", "packed"])
-def test_floats_of_4_bits_stay_codes(
+def test_mxfp4_weights_stay_quantized(
     dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mx.random.seed(3)
@@ -188,7 +188,7 @@ def test_floats_of_4_bits_stay_codes(
         assert json.loads(capsys.readouterr().out)["weight_bytes"] == held
 
 
-def test_layers_that_predict_are_left_out(tmp_path: Path) -> None:
+def test_multi_token_prediction_layers_are_not_loaded(tmp_path: Path) -> None:
     model, config = small_model("qwen35")
     file = tmp_path / "small.gguf"
     more = {**config, "num_hidden_layers": config["num_hidden_layers"] + 1}
@@ -202,12 +202,12 @@ def test_layers_that_predict_are_left_out(tmp_path: Path) -> None:
     ("name", "key", "value", "words"),
     [
         ("glm4", "glm4.rope.dimension_sections", [8, 12, 12, 0], "several axes"),
-        ("glm4", "glm4.rope.scaling.factor", 4.0, "positions are scaled by 'linear'"),
+        ("glm4", "glm4.rope.scaling.factor", 4.0, "RoPE scaling 'linear' is not supported"),
         ("qwen35", "qwen35.ssm.group_count", 3, "are no model"),
         ("lfm2", "lfm2.attention.head_count_kv", [2, 1, 0, 0], "not one integer"),
     ],
 )
-def test_what_mlx_lm_cannot_compute_is_refused(
+def test_features_unsupported_by_mlx_lm_are_refused(
     name: str, key: str, value: Any, words: str, tmp_path: Path
 ) -> None:
     model, config = small_model(name)
@@ -253,13 +253,16 @@ def test_plan_matches_loaded_weights(
 
 
 @pytest.mark.parametrize("form", ["Q4_1", "Q8_0"])
-def test_scales_are_read_in_half_precision_where_that_is_exact(form: str, tmp_path: Path) -> None:
+def test_scales_exact_in_float16_are_read_as_float16(form: str, tmp_path: Path) -> None:
     model, config = small_model("llama")
     write_model(tmp_path / "small.gguf", "llama", model, config, form)
     header = read_header(tmp_path / "small.gguf")
     wide, stored = (
-        dict(weights(header, float32=False, dtype="float32", half_scales=is_half))
-        for is_half in (False, True)
+        dict(pair for tensor in read for pair in tensor.parameters())
+        for read in (
+            tensors(header, float32=False, dtype="float32", half_scales=is_half)
+            for is_half in (False, True)
+        )
     )
     scales = [name for name in wide if name.endswith((".scales", ".biases"))]
     assert {wide[name].dtype for name in scales} == {mx.float32}
@@ -267,7 +270,7 @@ def test_scales_are_read_in_half_precision_where_that_is_exact(form: str, tmp_pa
     assert all(mx.array_equal(stored[name].astype(mx.float32), wide[name]) for name in wide)
 
 
-def test_scales_that_float16_has_not_stay_in_float32() -> None:
+def test_scales_inexact_in_float16_stay_float32() -> None:
     products = mx.array([0.1 * 0.3, 2.0])
     assert _in_half(products) is products
     assert _in_half(mx.array([0.25, 2.0])).dtype == mx.float16
@@ -287,7 +290,7 @@ def test_chat_template_and_end_tokens_are_read(tmp_path: Path) -> None:
 
 
 def byte_level(tmp_path: Path, pre: str, texts: list[str]) -> tuple[Any, Tokenizer]:
-    """Return our tokenizer of a file and the one that it was written from."""
+    """Return our tokenizer of a file and the original one."""
     reference = Tokenizer(models.BPE())
     reference.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -318,7 +321,7 @@ def byte_level(tmp_path: Path, pre: str, texts: list[str]) -> tuple[Any, Tokeniz
 
 
 def corpus() -> list[str]:
-    """Return real text: the project's own documentation."""
+    """Return real text: the documentation of this project."""
     folder = Path(__file__).parents[2]
     return [path.read_text() for path in sorted(folder.glob("docs/*.md"))[:8]] + TEXTS
 
@@ -339,7 +342,7 @@ def test_byte_level_tokens_match_reference(pre: str, tmp_path: Path) -> None:
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(max_size=60))
-def test_any_text_round_trips(tmp_path_factory: Any, text: str) -> None:
+def test_any_text_round_trips_through_tokenizer(tmp_path_factory: Any, text: str) -> None:
     folder = tmp_path_factory.mktemp("v")
     writer = gguf.GGUFWriter(folder / "v.gguf", "llama")
     add_vocabulary(writer)
@@ -375,7 +378,7 @@ def test_sentencepiece_tokens_match_reference(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A whole file of a small model."""
+    """Return the bytes of a valid file of a small model."""
     file = tmp_path_factory.mktemp("good") / "small.gguf"
     model, config = small_model("llama")
     write_model(file, "llama", model, config, "Q4_0")
@@ -461,7 +464,7 @@ def test_split_files_load_as_one_model(tmp_path: Path) -> None:
     (tmp_path / "m-00001-of-00002.gguf").write_bytes((tmp_path / "small.gguf").read_bytes())
     with pytest.raises(ModelError, match=r"m-00002-of-00002\.gguf is not beside it"):
         read_header(tmp_path / "m-00001-of-00002.gguf")
-    with pytest.raises(ModelError, match=re.escape("name the first part")):
+    with pytest.raises(ModelError, match=re.escape("pass the first part")):
         read_header(tmp_path / "m-00002-of-00002.gguf")
     assert is_gguf(tmp_path / "small.gguf")
     assert whole.tensors["token_embd.weight"].shape[0] == VOCABULARY

@@ -44,7 +44,7 @@ HUGE = GGUFValueType.UINT64
         ("llama.attention.head_count", [float("nan")], GGUFValueType.ARRAY, "is not one integer"),
         ("llama.attention.head_count", [float("inf")], GGUFValueType.ARRAY, "is not one integer"),
         ("llama.attention.head_count_kv", 3, HUGE, "attn_k, its tensors have 32"),
-        ("llama.rope.freq_base", 0.0, GGUFValueType.FLOAT32, "a base of 0, are no model"),
+        ("llama.rope.freq_base", 0.0, GGUFValueType.FLOAT32, "a RoPE base of 0, are no model"),
         ("tokenizer.ggml.eos_token_id", -1, GGUFValueType.INT64, "is -1, which is not a count"),
     ],
 )
@@ -70,7 +70,7 @@ def test_vocabulary_larger_than_embedding_is_refused(tmp_path: Path) -> None:
         load_all(tmp_path / "bad.gguf")
 
 
-def test_sizes_matching_tensors_are_accepted(tmp_path: Path) -> None:
+def test_size_matching_tensors_is_accepted(tmp_path: Path) -> None:
     file = file_with(tmp_path, "llama.block_count", 4, HUGE)
     assert len(load_all(file).model.layers) == 4
 
@@ -92,7 +92,7 @@ def test_model_with_oversized_template_is_not_loaded(
     [
         ("{{ 1 / 0 }}", "refuses the messages: ZeroDivisionError: division by zero"),
         ("{{ messages[7].content.x }}", "refuses the messages: UndefinedError"),
-        ("{# nothing #}", "leaves nothing of the messages"),
+        ("{# nothing #}", "renders the messages to an empty text"),
     ],
 )
 def test_template_error_is_one_line(source: str, words: str, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def vocabulary(
     name: str | None = None,
     more: Iterable[tuple[str, Any, Kind]] = (),
 ) -> Header:
-    """Write a vocabulary of bytes and marks as a file, and read its header."""
+    """Write a byte vocabulary with special tokens to a file, and read its header."""
     file = folder / "v.gguf"
     writer = gguf.GGUFWriter(file, "llama")
     given = list(marks)
@@ -106,7 +106,7 @@ def test_qwen_text_is_nfc_normalized(pre: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [NORMAL, MARK, USER_DEFINED])
 @pytest.mark.parametrize("mark", sorted(END_MARKS - {"<|tool_response>"}))
-def test_end_markers_are_recognized_by_text(mark: str, kind: int, tmp_path: Path) -> None:
+def test_end_of_text_tokens_are_recognized_by_text(mark: str, kind: int, tmp_path: Path) -> None:
     """Whatever its token type."""
     marks = [("<first>", MARK), ("<last>", MARK), (mark, kind), ("<|other|>", kind)]
     header = vocabulary(tmp_path, marks=marks)
@@ -125,7 +125,7 @@ def test_end_markers_are_recognized_by_text(mark: str, kind: int, tmp_path: Path
         (["</s>"], None),
     ],
 )
-def test_conflicting_end_markers_are_excluded(
+def test_conflicting_end_of_text_tokens_are_excluded(
     marks: list[str], not_ends: str | None, tmp_path: Path
 ) -> None:
     given = [("<first>", MARK), ("<last>", MARK), *((mark, MARK) for mark in marks)]
@@ -135,7 +135,7 @@ def test_conflicting_end_markers_are_excluded(
 
 
 @pytest.mark.parametrize("key", ["eot", "eom", "fim_pad", "fim_rep", "fim_sep"])
-def test_end_token_named_in_file_ends_answer(key: str, tmp_path: Path) -> None:
+def test_end_token_of_file_ends_answer(key: str, tmp_path: Path) -> None:
     more = [(f"tokenizer.ggml.{key}_token_id", 3, Kind.UINT32)]
     assert end_tokens(vocabulary(tmp_path, more=more)) == [LAST, 3]
 
@@ -151,7 +151,7 @@ def test_phi3_markers_strip_following_whitespace(tmp_path: Path) -> None:
     assert tokens(phi, tmp_path, "<|endoftext|> the") == [LAST, blank, the]
 
 
-def test_named_templates_are_read(tmp_path: Path) -> None:
+def test_named_chat_templates_are_read(tmp_path: Path) -> None:
     more = [
         ("tokenizer.chat_template", "{{ 1 }}", Kind.STRING),
         ("tokenizer.chat_template.tool_use", "{{ 2 }}", Kind.STRING),
@@ -173,7 +173,7 @@ def test_named_templates_are_read(tmp_path: Path) -> None:
 
 
 def scaled(folder: Path, **given: Any) -> dict[str, Any]:
-    """Return the config of a small llama whose positions are scaled as these keys say."""
+    """Return the config of a small llama with this RoPE scaling."""
     model, sizes = small_model("llama")
     kinds = {str: Kind.STRING, float: Kind.FLOAT32, int: Kind.UINT32}
     metadata = {
@@ -224,7 +224,7 @@ def test_yarn_attention_factor_matches_llama_cpp(attention: float, tmp_path: Pat
         ({"scaling__type": "yarn", "scaling__yarn_ext_factor": 0.5}, "yarn_ext_factor is 0.5"),
         ({"scaling__type": "yarn", "scaling__yarn_attn_factor": 2.0}, "yarn_attn_factor is 2"),
         ({"scaling__type": "other"}, "'other', which is not read"),
-        ({"scaling__factor": -1.0}, "scaled by -1"),
+        ({"scaling__factor": -1.0}, "invalid RoPE scaling -1"),
     ],
 )
 def test_unsupported_rope_scaling_is_refused(

@@ -1,4 +1,4 @@
-"""Hostile model folders: one line and exit code 2, or they load."""
+"""Hostile model folders give a one-line error and exit code 2, or load."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def said(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the one line with which a folder is refused."""
+    """Return the one-line error for a refused folder."""
     capsys.readouterr()
     assert main(["generate", "Hello", "--model", str(folder), "--max-tokens", "1"]) == 2
     shown = capsys.readouterr()
@@ -76,7 +76,7 @@ def change(folder: Path, name: str, **values: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
-def test_copied_folder_loads(folder: Path) -> None:
+def test_unchanged_folder_loads(folder: Path) -> None:
     assert load_all(folder).tokenizer.eos_token_ids
 
 
@@ -92,14 +92,14 @@ def device(file: Path) -> None:
 
 
 def endless(file: Path) -> None:
-    """Make a file of a terabyte that takes no place."""
+    """Make a sparse file of a terabyte."""
     with file.open("wb") as stream:
         stream.truncate(1 << 40)
 
 
 @pytest.mark.parametrize("make", [pipe, device, endless])
 @pytest.mark.parametrize("name", READ)
-def test_special_files_are_not_read(
+def test_device_files_and_pipes_are_not_read(
     name: str, make: Change, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / name).parent.mkdir(exist_ok=True)
@@ -148,7 +148,7 @@ def test_settings_and_gguf_must_be_regular_files(
     ],
     ids=str,
 )
-def test_absurd_config_values_are_refused(
+def test_extreme_config_values_are_refused(
     values: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change(folder, "config.json", **values)
@@ -157,14 +157,14 @@ def test_absurd_config_values_are_refused(
     assert not (folder / "ran").exists()
 
 
-def test_plan_refuses_absurd_layer_count(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_refuses_extreme_layer_count(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change(folder, "config.json", num_hidden_layers=10**9)
     assert main(["plan", str(folder), "--memory-limit", "1GB"]) == 2
     assert "num_hidden_layers is 1,000,000,000, more than" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_remote_code_is_never_prompted_for(folder: Path) -> None:
+def test_remote_code_is_refused_without_prompt(folder: Path) -> None:
     change(folder, "tokenizer_config.json", auto_map={"AutoTokenizer": ["code.T", None]})
     change(folder, "tokenizer_config.json", tokenizer_class="T")
     (folder / "code.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
@@ -183,7 +183,7 @@ def test_remote_code_is_never_prompted_for(folder: Path) -> None:
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the places in a JSON value, of a list's items the first few."""
+    """Yield the paths of values in a JSON document, for lists only the first items."""
     if path:
         yield path
     if isinstance(value, dict):
@@ -195,7 +195,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def mutate(value: dict[str, Any], rng: random.Random) -> None:
-    """Change, remove or add one value somewhere."""
+    """Change, remove or add a random value."""
     *path, last = rng.choice([*places(value), (rng.choice(ADDED),)])
     inner: Any = value
     for key in path:
@@ -210,7 +210,7 @@ def mutate(value: dict[str, Any], rng: random.Random) -> None:
 @pytest.mark.parametrize(
     "name", ["config.json", "tokenizer_config.json", "tokenizer.json", "generation_config.json"]
 )
-def test_random_config_values_load_or_give_one_line(
+def test_random_config_values_load_or_give_one_line_error(
     seed: int, name: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rng = random.Random(f"{name} {seed}")
@@ -248,7 +248,7 @@ LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% end
     ],
     ids=["power", "loop", "loop behind a date", "memory"],
 )
-def test_endless_template_is_refused(
+def test_template_that_never_ends_is_refused(
     source: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(template_trial, "CPU_SECONDS", 1)
@@ -261,12 +261,12 @@ def test_endless_template_is_refused(
     "source",
     ["{{ messages[0]['content'] }}", "{{ raise_exception('no') }}", "{% for %}", "{{ 1 / 0 }}"],
 )
-def test_other_templates_are_accepted(source: str) -> None:
+def test_ordinary_and_failing_templates_are_accepted(source: str) -> None:
     """Errors of the template are reported when it is used."""
     check_template("good", source)
 
 
-def test_jinja_import_time_is_not_charged_to_template() -> None:
+def test_template_time_limit_excludes_jinja_import() -> None:
     """A cold import on a busy machine takes seconds."""
     assert template_trial._exit_code("{{ 1 }}", 0.1, template_trial.MEMORY_BYTES) == 0
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -283,7 +283,7 @@ def test_folder_with_oversized_template_is_refused(
     assert "its chat template takes more than 256 MiB" in said(folder, capsys)
 
 
-def test_trial_provides_transformers_template_globals() -> None:
+def test_template_trial_provides_transformers_globals() -> None:
     source = (
         "{% generation %}{{ {'a': 'ä'}|tojson(indent=1) }}{{ bos_token }}{% endgeneration %}"
         "{{ strftime_now('%Y')|length }}{% for m in messages %}{% break %}{% endfor %}"

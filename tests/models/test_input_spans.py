@@ -1,4 +1,4 @@
-"""Keys of spans in a prompt: what shares a block hash, and what does not."""
+"""Keys of spans (images) in a prompt: which block hashes they change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def span(name: str, start: int = 20, tokens: int = 12) -> InputSpan:
 
 
 @given(size=st.integers(1, 40), start=st.integers(0, 30), tokens=st.integers(1, 20))
-def test_blocks_with_tokens_of_two_sources_never_share(size: int, start: int, tokens: int) -> None:
+def test_blocks_with_different_images_never_share_hash(size: int, start: int, tokens: int) -> None:
     prompt = (*range(100, 100 + start), *[PAD] * tokens, *range(200, 260))
     first, second = (with_keys(prompt, [span(name, start, tokens)]) for name in ("one", "two"))
     pairs = zip(hash_blocks(first, size, ROOT), hash_blocks(second, size, ROOT), strict=True)
@@ -41,21 +41,21 @@ def test_blocks_with_tokens_of_two_sources_never_share(size: int, start: int, to
 
 
 @given(size=st.integers(1, 40), start=st.integers(LEAD_TOKENS, 30), tokens=st.integers(1, 20))
-def test_hash_of_a_block_covers_five_words(size: int, start: int, tokens: int) -> None:
+def test_block_hash_covers_at_least_five_keyed_tokens(size: int, start: int, tokens: int) -> None:
     prompt = (*range(100, 100 + start), *[PAD] * tokens)
     words = with_keys(prompt, [span("one", start, tokens)])
     end = (start // size + 1) * size  # of the first block with one of its tokens
     assert sum(word >= FIRST_WORD for word in words[:end]) >= min(LEAD_TOKENS + 1, len(words))
 
 
-def test_words_are_no_tokens_and_fit_into_32_bits() -> None:
+def test_keyed_tokens_are_above_vocabulary_and_fit_31_bits() -> None:
     words = with_keys(PROMPT, [span("one")])
     assert words[: 20 - LEAD_TOKENS] == PROMPT[: 20 - LEAD_TOKENS]
     assert words[32:] == PROMPT[32:]
     assert all(FIRST_WORD <= word < 2**31 for word in words[20 - LEAD_TOKENS : 32])
 
 
-def test_text_in_front_still_counts() -> None:
+def test_keyed_tokens_before_span_depend_on_text() -> None:
     """Words keep the difference between tokens that carry a key."""
     other = (*PROMPT[:18], 77, *PROMPT[19:])
     first, second = (with_keys(prompt, [span("one")]) for prompt in (PROMPT, other))
@@ -63,14 +63,14 @@ def test_text_in_front_still_counts() -> None:
     assert first[20:] == second[20:]
 
 
-def test_one_source_elsewhere_has_its_own_words() -> None:
+def test_keyed_tokens_depend_on_offset_in_block() -> None:
     twice = with_keys((*PROMPT, *PROMPT), [span("one"), span("one", 20 + len(PROMPT))])
     assert twice[20:32] == twice[20 + len(PROMPT) : 32 + len(PROMPT)]
     moved = with_keys(PROMPT, [span("one", 21, 11)])
     assert moved[21:32] != twice[21:32]
 
 
-def test_neighbors_keep_both_keys() -> None:
+def test_adjacent_spans_keep_both_keys() -> None:
     """The second one's lead lies within the first."""
     pairs = [("a", "b"), ("a", "c"), ("c", "b")]
     words = {with_keys(PROMPT, [span(one, 20, 6), span(two, 26, 6)])[20:32] for one, two in pairs}
@@ -86,11 +86,11 @@ def test_neighbors_keep_both_keys() -> None:
     ],
     ids=["overlap", "empty", "at-the-end"],
 )
-def test_misplaced_spans_are_refused(spans: list[InputSpan], said: str) -> None:
+def test_overlapping_or_out_of_range_spans_are_refused(spans: list[InputSpan], said: str) -> None:
     with pytest.raises(SettingError, match=said):
         Request(prompt=PROMPT, spans=tuple(spans))
 
 
-def test_request_without_spans_is_found_by_its_tokens() -> None:
+def test_request_without_spans_uses_its_plain_tokens() -> None:
     request = Request(prompt=PROMPT)
     assert request.keyed_prompt is request.prompt

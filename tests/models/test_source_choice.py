@@ -1,4 +1,4 @@
-"""Which library loads a model folder, where mlx-vlm is not installed."""
+"""The choice of a model library if mlx-vlm is not installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ without_mlx_vlm = pytest.mark.skipif(find_spec("mlx_vlm") is not None, reason="m
 
 @pytest.fixture
 def foreign(tmp_path: Path) -> Path:
-    """Return the embedded model as one of a type that mlx-lm lacks."""
+    """Return the embedded model with a model type that mlx-lm lacks."""
     copied = tmp_path / "model"
     shutil.copytree(MODEL_PATH, copied, copy_function=shutil.copyfile)
     file = copied / "config.json"
@@ -31,27 +31,27 @@ def foreign(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "model_type", ["llama", "mistral", "lfm2-vl", "lille-130m", "kimi_k2", "bailing_hybrid"]
 )
-def test_types_of_mlx_lm_are_known(model_type: str) -> None:
+def test_mlx_lm_model_types_are_recognized(model_type: str) -> None:
     assert MlxLmReader().knows(model_type)
 
 
 @pytest.mark.parametrize("model_type", ["qwen4_exp", "", "..", "../llama", "a.b", "llama.py", " "])
-def test_other_types_are_not(model_type: str) -> None:
+def test_other_model_types_are_not_recognized(model_type: str) -> None:
     assert not MlxLmReader().knows(model_type)
 
 
-def test_mlx_lm_loads_what_it_has() -> None:
+def test_mlx_lm_is_chosen_for_its_model_types() -> None:
     choice, _ = choose_source(str(MODEL_PATH))
     assert choice.name == "mlx-lm" and "llama" in choice.why
 
 
-def test_asked_source_decides(foreign: Path) -> None:
+def test_requested_source_is_chosen(foreign: Path) -> None:
     assert choose_source(str(foreign), "mlx-lm")[0].name == "mlx-lm"
 
 
 @without_mlx_vlm
 @pytest.mark.parametrize("flags", [(), ("--model-source", "mlx-vlm")])
-def test_missing_mlx_vlm_is_one_line(
+def test_missing_mlx_vlm_gives_one_line_install_hint(
     flags: tuple[str, ...], foreign: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", "Hello", "--model", str(foreign), *flags]) == 2
@@ -61,6 +61,6 @@ def test_missing_mlx_vlm_is_one_line(
 
 
 @without_mlx_vlm
-def test_missing_mlx_vlm_is_a_model_error(foreign: Path) -> None:
+def test_missing_mlx_vlm_raises_model_error(foreign: Path) -> None:
     with pytest.raises(ModelError, match="has no model type qwen4_exp"):
         choose_source(str(foreign))

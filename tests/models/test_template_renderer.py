@@ -78,7 +78,7 @@ def test_rendered_text_matches_mlx_lm(source: str | None, tokenizer: TokenizerWr
     )
 
 
-def test_mlx_lm_python_template_matches(
+def test_rendered_python_template_matches_mlx_lm(
     tokenizer: TokenizerWrapper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer, "_chat_template", deepseek_v32.apply_chat_template)
@@ -96,7 +96,7 @@ def test_mlx_lm_python_template_matches(
         ("return 'a' * 10**10", "takes more than 1,024 MiB"),
     ],
 )
-def test_python_template_is_bounded(
+def test_python_template_rendering_is_bounded(
     lines: str,
     words: str,
     tokenizer: TokenizerWrapper,
@@ -122,7 +122,7 @@ def test_python_template_is_bounded(
     ],
     ids=["endless", "10 GB", "long", "raises"],
 )
-def test_library_chat_is_bounded(source: str, words: str) -> None:
+def test_engine_chat_bounds_template_rendering(source: str, words: str) -> None:
     loaded = load_all(MODEL_PATH)
     with Engine(loaded.model, loaded.tokenizer, memory_limit="200MB") as engine:
         with pytest.raises(ModelError, match=words) as raised:
@@ -136,7 +136,7 @@ PROBED = "{% if messages | selectattr('content', 'eq', 'Heron.') | list %}"
 
 
 @pytest.mark.parametrize("source", [LOOP, TEN_GB], ids=["endless", "10 GB"])
-def test_template_probes_are_bounded(source: str, tmp_path: Path) -> None:
+def test_template_probes_are_bounded_in_time(source: str, tmp_path: Path) -> None:
     hostile = PROBED + source + "{% endif %}" + TEMPLATE
     _, tokenizer = parrot(tmp_path, "A", template=hostile)
     prompts = Prompts(tokenizer)
@@ -189,7 +189,7 @@ def test_finished_thread_leaves_no_process() -> None:
         assert len(psutil.Process().children()) == before, "none waits to be reaped either"
 
 
-def test_templates_are_rendered_in_one_place() -> None:
+def test_only_template_process_imports_jinja() -> None:
     """Only the bounded process imports Jinja, but for tokenizers that render by themselves."""
     calls, jinja = [], []
     for file in SOURCES.rglob("*.py"):

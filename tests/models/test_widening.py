@@ -1,4 +1,4 @@
-"""Weights that are widened to float32 when loaded on a CPU."""
+"""Weights that are converted to float32 when loaded on a CPU."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def dtypes(model: Any) -> set[Any]:
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3moe"])
 @pytest.mark.parametrize(("bits", "dtype"), [(4, "float16"), (8, "bfloat16"), (None, "bfloat16")])
-def test_widened_weights_are_equal(name: str, bits: int | None, dtype: str, tmp_path: Path) -> None:
+def test_float32_weights_give_equal_logits(
+    name: str, bits: int | None, dtype: str, tmp_path: Path
+) -> None:
     source = folder(tmp_path, name, bits=bits, dtype=dtype)
     native = load_all(source, weights_dtype="native")
     wide = load_all(source, weights_dtype="float32")
@@ -68,7 +70,7 @@ def test_widened_weights_are_equal(name: str, bits: int | None, dtype: str, tmp_
 
 
 @on_cpu
-def test_auto_widens_when_a_quarter_of_limit_remains(tmp_path: Path) -> None:
+def test_auto_dtype_is_float32_if_a_quarter_of_limit_remains(tmp_path: Path) -> None:
     source = folder(tmp_path, "llama", bits=None, dtype="float16")
     native_bytes, wide_bytes = model_bytes(load_all(source, weights_dtype="native").model)
     assert native_bytes == wide_bytes / 2
@@ -81,7 +83,7 @@ def test_auto_widens_when_a_quarter_of_limit_remains(tmp_path: Path) -> None:
 
 
 @on_cpu
-def test_limit_as_text_bytes_or_default(tmp_path: Path) -> None:
+def test_limit_may_be_text_bytes_or_default(tmp_path: Path) -> None:
     source = folder(tmp_path, "llama", bits=None, dtype="float16")
     wide_bytes = model_bytes(load_all(source, weights_dtype="native").model)[1]
     for limit, wide in (
@@ -97,7 +99,7 @@ def test_limit_as_text_bytes_or_default(tmp_path: Path) -> None:
 
 
 @on_cpu
-def test_weights_are_packed_in_the_proposed_limit() -> None:
+def test_limit_proposed_in_error_is_sufficient() -> None:
     sizes = 98_280_000, 538_000_000
     with pytest.raises(NeverFits) as refused:
         Widening("auto", *sizes, 60_000_000, 147_000_000).check_limit("SmolLM2")
@@ -106,7 +108,7 @@ def test_weights_are_packed_in_the_proposed_limit() -> None:
 
 
 @pytest.mark.skipif(weight_packer.weight_packer() is None, reason="packing needs Numba")
-def test_scales_are_not_widened_before_they_are_packed() -> None:
+def test_packing_peak_excludes_float32_scales() -> None:
     """In float32 they would take a fifth of the weights more for a moment."""
     model = build({**SIZES, **MODELS["llama"], "vocab_size": 4096})
     nn.quantize(model, group_size=32, bits=4)
@@ -121,7 +123,7 @@ def test_scales_are_not_widened_before_they_are_packed() -> None:
 
 @pytest.mark.parametrize("weights_dtype", ["auto", "native", "float32", "packed"])
 @pytest.mark.parametrize("is_folder", [True, False])
-def test_weights_beyond_limit_are_not_read(
+def test_weights_beyond_limit_are_refused_before_reading(
     weights_dtype: WeightsDtype, *, is_folder: bool, tmp_path: Path
 ) -> None:
     if weights_dtype == "packed":
@@ -142,7 +144,7 @@ def test_weights_beyond_limit_are_not_read(
     assert mx.get_peak_memory() - before < held // 10
 
 
-def test_parts_of_weights_are_checked_without_reading_them(tmp_path: Path) -> None:
+def test_sharded_weight_sizes_are_checked_without_reading(tmp_path: Path) -> None:
     path = folder(tmp_path, "llama", bits=None, dtype="float32")
     nbytes = model_bytes(load_all(path).model)[0]
     file = small_file(tmp_path)

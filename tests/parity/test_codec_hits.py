@@ -36,7 +36,7 @@ time, and together where they are read again."""
 
 @dataclass(frozen=True)
 class Case:
-    """An engine's settings that decide what a token reads as codes."""
+    """Engine settings that decide which tokens are read quantized."""
 
     codec: str
     block_size: int
@@ -126,7 +126,7 @@ def same(found: Said, expected: Said, within: float = SUMS) -> None:
 
 
 def blocks(core: Core, tokens: Sequence[int]) -> list[list[bytes]]:
-    """Return the bytes of every whole block in front of a prompt's last token."""
+    """Return the bytes of every whole block before a prompt's last token."""
     size, found = core.limits.block_size, []
     for node in cached_match(core, list(tokens)).path:
         for at in range(0, len(node.tokens), size):
@@ -136,7 +136,7 @@ def blocks(core: Core, tokens: Sequence[int]) -> list[list[bytes]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_codec_text_is_equal_cold_warm_restored_and_after_damage(
+def test_quantized_text_is_equal_cold_warm_restored_and_after_damage(
     case: Case, tmp_path: Path
 ) -> None:
     with engine(case) as core:

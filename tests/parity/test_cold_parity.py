@@ -1,4 +1,4 @@
-"""Tokens match a plain mlx-lm loop also after KV was on a disk."""
+"""Tokens match a plain mlx-lm loop after KV was restored from disk."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def with_disk(
     *,
     record_tokens: int = block_spans.RECORD_TOKENS,
 ) -> Iterator[Core]:
-    """Run an engine for which everything is worth the disk, however small the model."""
+    """Run an engine that writes every block to disk, however cheap its recomputation."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_spans, "SPAN_TOKENS", min(record_tokens, block_spans.SPAN_TOKENS))
         patch.setattr(block_spans, "RECORD_TOKENS", record_tokens)
@@ -77,7 +77,7 @@ def test_text_is_equal_from_memory_disk_and_after_restart(family: str, tmp_path:
 
 @every_family
 @pytest.mark.parametrize("record_tokens", [16, block_spans.RECORD_TOKENS])
-def test_concurrent_requests_with_partly_cached_prefixes(
+def test_concurrent_partly_cached_requests_match_plain(
     record_tokens: int, family: str, tmp_path: Path
 ) -> None:
     model = model_of(family)
@@ -101,7 +101,9 @@ def test_concurrent_requests_with_partly_cached_prefixes(
 
 
 @every_family
-def test_turns_after_restarts_with_default_settings(family: str, tmp_path: Path) -> None:
+def test_turns_after_restarts_match_plain_with_default_settings(
+    family: str, tmp_path: Path
+) -> None:
     """Default block, chunk and record sizes: the last, shorter record is replaced."""
     model, said = model_of(family), tuple(prompt_of(600))
     fork = (*said[:530], *prompt_of(60, 2))

@@ -68,7 +68,7 @@ def plain(prompt: tuple[int, ...], tokens: int) -> list[int]:
 
 
 def said(handle: Handle) -> list[int]:
-    """Return an answer, after a look at whether it is a plain loop's."""
+    """Return an answer after comparing it with a plain loop."""
     (choice,) = handle.result(timeout_seconds=0)
     request = handle.request
     assert choice.tokens == plain(request.prompt, request.max_tokens)
@@ -76,7 +76,7 @@ def said(handle: Handle) -> list[int]:
 
 
 @pytest.mark.parametrize("chunk", [16, 48, 256])
-def test_prompts_and_chunks_of_any_size(chunk: int) -> None:
+def test_prompts_and_chunks_of_any_size_match_plain(chunk: int) -> None:
     with engine(prefill_chunk=chunk) as core:
         lengths = (1, 3, 4, 5, 15, 16, 17, 65, 131)
         handles = [ask(core, prompt_of(tokens, seed=tokens)) for tokens in lengths]
@@ -108,7 +108,7 @@ def test_diverging_prompts_resume_at_checkpoints() -> None:
         assert cached(others[0]) == 64
 
 
-def test_joining_and_leaving_sequences_match_single() -> None:
+def test_sequences_joining_and_leaving_batch_match_single_runs() -> None:
     with engine() as core:
         handles = [ask(core, BASE, 30), ask(core, BASE[:33], 9)]
         drain(core, 4)
@@ -132,7 +132,7 @@ def test_preempted_sequence_matches_plain() -> None:
         said(urgent)
 
 
-def test_rows_and_states_are_restored_after_restart(
+def test_compressed_rows_and_states_are_restored_after_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(restoring_module, "ASK_SECONDS", 30.0)
@@ -144,7 +144,7 @@ def test_rows_and_states_are_restored_after_restart(
             assert core.view.stats().restored_tokens == restored
 
 
-def test_shared_prompt_rows_are_stored_once() -> None:
+def test_compressed_rows_of_shared_prompt_are_stored_once() -> None:
     shared = prompt_of(160, seed=3)
     with engine() as core:
         alone = ask(core, [*shared, 5])
@@ -159,7 +159,7 @@ def test_shared_prompt_rows_are_stored_once() -> None:
         assert [cached(handle) for handle in more] == [160] * 4
 
 
-def test_token_bytes_match_row_share() -> None:
+def test_token_bytes_match_mlx_lm_caches() -> None:
     """Two layers, rows of 16 float32 per 4 tokens, for attention and for its index."""
     with engine() as core:
         tokens = 64
@@ -193,7 +193,7 @@ def test_states_stay_within_reserved_bytes() -> None:
             assert StateForm.of(held).arrays == runner.state_form.arrays
 
 
-def test_nothing_is_dropped_past_window_and_all_is_reserved() -> None:
+def test_no_token_is_dropped_past_window_and_all_are_reserved() -> None:
     with engine(max_kv_size=32, keep=4) as core:
         handle = ask(core, BASE, 30)
         needed = core.estimator.sequence_bytes(len(BASE) + 29)
@@ -211,7 +211,7 @@ def test_unsupported_settings_are_refused_with_reason() -> None:
         Core(model(), **{**SMALL, "kv_cache_quantization": "affine8"})
 
 
-def test_check_detects_rows_missing_from_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_compressed_rows_missing_from_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
 
     def forgotten(

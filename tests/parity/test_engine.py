@@ -79,8 +79,7 @@ _told: dict[tuple[Any, ...], list[Step]] = {}
 def told(
     family: str, prompt: tuple[int, ...], tokens: int, caches: Caches, *how: int, chunk: int = 2_048
 ) -> list[Step]:
-    """Generate in mlx-lm's loop over caches, which `how` tells from others; once for all who ask
-    for as much or less."""
+    """Generate in mlx-lm's loop on caches identified by `how`; results are reused."""
     key = (family, prompt, *how)
     if len(_told.get(key, ())) < tokens:
         _told[key] = generate(model_of(family), prompt, caches(), tokens, chunk)
@@ -143,7 +142,7 @@ def test_fully_cached_prompt_is_not_prefilled(family: str) -> None:
 
 
 def answers_on(device: AttentionBackend, family: str, codec: str | None = None) -> list[Handle]:
-    """Ask one question alone on a back end, and then three of the same conversation at once."""
+    """Ask one question alone on a back end, then three of one conversation at once."""
     prompts = [(*BASE[:64], *prompt_of(20, seed)) for seed in range(4)]
     if family == "embedded":
         tokenizer, told = load(MODEL_PATH)[1], dialogue(1, tokens=600, facts=6)
@@ -176,7 +175,7 @@ def test_gpu_backend_matches_plain(family: str, codec: str | None) -> None:
 
 
 class MisreadChunks(GPUBackend):
-    """Turns what a chunk attends to around; not where the engine tries the model, and would see."""
+    """Negates the attention of chunks, except in the engine's trial steps."""
 
     def prefill(self, queries: mx.array, keys: mx.array, values: mx.array, **how: Any) -> mx.array:
         found = super().prefill(queries, keys, values, **how)
@@ -184,7 +183,7 @@ class MisreadChunks(GPUBackend):
 
 
 class MisreadCodes(GPUBackend):
-    """Turns what is multiplied by codes around."""
+    """Negates products with codes."""
 
     def multiply_codes(self, x: mx.array, *parts: mx.array, **how: Any) -> mx.array:
         return super().multiply_codes(-x, *parts, **how)
@@ -197,7 +196,7 @@ def test_check_detects_broken_backend(wrong: AttentionBackend, codec: str | None
 
 
 def first_token_bytes(family: str) -> float:
-    """Return the peak of a full hit's first step, as a share of the prompt's KV."""
+    """Return the peak of a full hit's first step as a share of the prompt's KV."""
     prompt = prompt_of(256)
     with engine(model_of(family), block_size=64, prefill_chunk=256) as core:
         for _ in range(2):
@@ -212,7 +211,7 @@ def first_token_bytes(family: str) -> float:
         return peak / (256 * core.view.token_bytes)
 
 
-def test_full_hit_allocates_nothing_for_prompt() -> None:
+def test_full_cache_hit_allocates_nothing_for_prompt() -> None:
     assert first_token_bytes("llama") < 0.1
     # Negative control: joined models copy a layer, of which this one has two: its keys and its
     # values, one of which may have been let go when the other is made.
@@ -236,7 +235,7 @@ def test_simultaneous_requests_prefill_shared_prefix_once(family: str) -> None:
 
 
 @every_kind
-def test_request_joins_while_prompt_is_prefilled(family: str) -> None:
+def test_request_shares_prompt_that_is_being_prefilled(family: str) -> None:
     """It shares committed blocks and follows those committed later."""
     with engine(model_of(family), block_size=8, prefill_chunk=8) as core:
         first = ask(core, BASE, 20)
@@ -250,7 +249,7 @@ def test_request_joins_while_prompt_is_prefilled(family: str) -> None:
 
 
 @every_kind
-def test_aborted_request_shares_its_blocks(family: str) -> None:
+def test_blocks_of_cancelled_request_are_reused(family: str) -> None:
     with engine(model_of(family), block_size=8, prefill_chunk=8) as core:
         first = ask(core, BASE, 20)
         drain(core, 3)
@@ -264,7 +263,7 @@ def test_aborted_request_shares_its_blocks(family: str) -> None:
 
 
 @every_kind
-def test_node_is_split_while_in_use(family: str) -> None:
+def test_node_split_while_in_use_keeps_answers(family: str) -> None:
     with engine(model_of(family), block_size=16, prefill_chunk=64) as core:
         first = ask(core, BASE, 30)
         drain(core, 5)
@@ -282,7 +281,7 @@ SIZES = ((1, 1), (3, 7), (8, 16), (32, 5), (128, 512))
 
 
 @pytest.mark.parametrize(("sizes", "family"), each(SIZES, ("gemma3", "llama", "deepseek_v3")))
-def test_block_and_chunk_sizes(family: str, sizes: tuple[int, int]) -> None:
+def test_text_is_independent_of_block_and_chunk_size(family: str, sizes: tuple[int, int]) -> None:
     block, chunk = sizes
     fork = (*BASE[:40], *prompt_of(9, 3))
     with engine(model_of(family), block_size=block, prefill_chunk=chunk) as core:
@@ -317,7 +316,7 @@ def test_text_is_equal_after_eviction(family: str) -> None:
 
 
 @every_kind
-def test_prompts_evict_each_other(family: str) -> None:
+def test_text_is_equal_under_mutual_eviction(family: str) -> None:
     """Memory holds one and a half prompts."""
     prompts = [tuple(prompt_of(70, seed)) for seed in (1, 2, 3)]
     with engine(model_of(family), **SMALL, max_kv_size=256) as core:
@@ -393,7 +392,7 @@ def test_prompt_with_nan_fails_alone() -> None:
 
 @dataclass(frozen=True)
 class Guest:
-    """A request, when it comes, and after how many steps it leaves."""
+    """A request, its arrival step, and the number of steps until it is cancelled."""
 
     arrives: int
     prompt: tuple[int, ...]
@@ -403,7 +402,7 @@ class Guest:
 
 
 def guests(dice: random.Random, count: int) -> list[Guest]:
-    """Draw requests for prompts that have much in common, the first to come at the end."""
+    """Draw requests with common prefixes, the earliest last."""
 
     def one() -> Guest:
         own = prompt_of(dice.choice([1, 9, 16, 30]), dice.randint(5, 6))
@@ -421,7 +420,7 @@ def guests(dice: random.Random, count: int) -> list[Guest]:
 def receive(
     core: Core, dice: random.Random, count: int, reference: Callable[[Guest], list[Step]]
 ) -> None:
-    """Let guests come and go, and preempt some on the way; compare what each was told."""
+    """Let requests arrive, cancel and preempt some, and compare all answers."""
     coming, here, now = guests(dice, count), [], 0
     while coming or not core.view.idle:
         while coming and coming[-1].arrives <= now:
@@ -472,8 +471,7 @@ def test_random_arrivals_match_plain(family: str, places: int, counts: tuple[int
 def bounded_text(
     family: str, prompt: tuple[int, ...], tokens: int, max_size: int, keep: int
 ) -> list[Step]:
-    """Generate in mlx-lm's loop over windows of the same rule of attention_window, token by
-    token."""
+    """Generate token by token in mlx-lm's loop with the same window rule."""
 
     def caches() -> list[Any]:
         return [
@@ -489,7 +487,9 @@ def bounded_text(
 @pytest.mark.parametrize(
     ("family", "block_size", "prompt_tokens"), pairs(("llama", "gemma3"), (8, 32, 64), (10, 100))
 )
-def test_window_with_kept_tokens(family: str, block_size: int, prompt_tokens: int) -> None:
+def test_window_with_kept_tokens_matches_reference(
+    family: str, block_size: int, prompt_tokens: int
+) -> None:
     """Also with blocks longer than the window, so that nothing can be committed."""
     prompt = tuple(prompt_of(prompt_tokens))
     reference = bounded_text(family, prompt, 60, 24, 8)
@@ -500,7 +500,9 @@ def test_window_with_kept_tokens(family: str, block_size: int, prompt_tokens: in
         assert_same(answer(handle), reference, f"{family}, blocks of {block_size}")
 
 
-def test_window_with_uncommitted_kept_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_window_with_uncommitted_kept_tokens_matches_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The tree is full: kept tokens stay in the sequence's own spans, and visible."""
     prompt = tuple(prompt_of(60))
     reference = bounded_text("llama", prompt, 40, 48, 12)
@@ -539,7 +541,7 @@ def test_random_arrivals_with_windows_match_plain(family: str) -> None:
         receive(core, random.Random(4), 7, reference)
 
 
-def test_random_arrivals_with_windows_in_little_memory() -> None:
+def test_random_arrivals_with_windows_match_plain_in_little_memory() -> None:
     """Blocks cannot be committed, and cold ones are evicted all the time."""
 
     def reference(guest: Guest) -> list[Step]:
@@ -571,7 +573,7 @@ WAYS = {
 
 @functools.cache
 def drawn_text(family: str, prompt: tuple[int, ...], way: str, choice: int = 0) -> list[int]:
-    """Draw 20 tokens in a plain loop on mlx-lm's caches, by the same rule."""
+    """Sample 20 tokens in a plain loop on mlx-lm's caches by the same rule."""
     model, sampling = model_of(family), WAYS[way]
     caches = theirs.make_prompt_cache(model)
     sampler, drawn = TokenSampler(sampling, prompt, choice), list[int]()
@@ -652,7 +654,7 @@ def test_attach_leaves_plain_mlx_lm_unchanged(family: str, monkeypatch: pytest.M
 
 
 @every_kind
-def test_plain_loop_during_running_engine(family: str) -> None:
+def test_plain_mlx_lm_loop_works_while_engine_runs(family: str) -> None:
     model = model_of(family)
     with engine(model, **SMALL) as core:
         handle = ask(core, BASE, 20)
@@ -673,7 +675,7 @@ def test_other_salts_and_fingerprints_share_nothing() -> None:
 
 
 def check_salts(core: Core) -> None:
-    """Ask the same thing as three tenants, at once and again."""
+    """Send the same request with three salts, concurrently and again."""
     for hits in (0, 64):
         handles = [ask(core, BASE, 12, salt=salt) for salt in ("", "a", "b")]
         drain(core)
@@ -685,7 +687,7 @@ def check_salts(core: Core) -> None:
 
 
 def work(core: Core, family: str) -> None:
-    """Do a bit of everything: cold, warm, forks, one block's last token changed, full hits."""
+    """Run cold, warm, branching and fully cached requests."""
     changed = (*BASE[:31], BASE[31] ^ 1, *BASE[32:])
     fork = (*BASE[:40], *prompt_of(20, 3))
     for prompts in ((BASE,), (BASE, changed, BASE[:64]), (fork, changed, BASE[:50])):
@@ -695,7 +697,7 @@ def work(core: Core, family: str) -> None:
 
 
 @every_kind
-def test_unbroken_engine_passes_check(family: str) -> None:
+def test_check_accepts_correct_engine(family: str) -> None:
     with engine(model_of(family), **SMALL) as core:
         work(core, family)
 
@@ -783,7 +785,7 @@ def block_hash_skips_token(patch: pytest.MonkeyPatch) -> None:
 
 
 def block_hash_without_parent(patch: pytest.MonkeyPatch) -> None:
-    """Each block named by itself: blocks behind a change look like those of another prompt."""
+    """Hash each block without its parent, so that later blocks of other prompts match."""
 
     def keys(tokens: Any, block_size: int, root: bytes) -> list[bytes]:
         starts = range(0, len(tokens) - block_size + 1, block_size)

@@ -36,7 +36,7 @@ KINDS = ("llama", "gemma3")
 
 
 def of_both_kinds(values: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Combine values with both kinds, and each other family with one of them."""
+    """Combine values with both kinds of families, and each other family with one value."""
     others = tuple(family for family in FAMILIES if family not in KINDS)
     return [*itertools.product(KINDS, values), *each(others, values)]
 
@@ -85,7 +85,7 @@ def test_quantized_cache_matches_mlx_lm(family: str, bits: int) -> None:
 
 
 @family
-def test_to_quantized_during_generation_matches_mlx_lm(family: str) -> None:
+def test_conversion_to_quantized_during_generation_matches_mlx_lm(family: str) -> None:
     """`to_quantized` halfway, as mlx-lm does past `quantized_kv_start`."""
     model, prompt = model_of(family), prompt_of(40)
     cache = theirs.make_prompt_cache(model)
@@ -105,7 +105,7 @@ def unbounded(family: str, prompt_tokens: int, step_size: int) -> list[Step]:
 
 
 @pytest.mark.parametrize(("family", "capacity"), pairs(FAMILIES, (None, 16, 256)))
-def test_unreached_bound_matches_mlx_lm(family: str, capacity: int | None) -> None:
+def test_window_longer_than_text_matches_mlx_lm(family: str, capacity: int | None) -> None:
     model, prompt = model_of(family), prompt_of(50)
     ours = caches.make_kv_cache(model, max_kv_size=4_096, keep=64, capacity=capacity)
     reference = unbounded(family, 50, 16)
@@ -151,7 +151,7 @@ def test_batch_with_kept_tokens_matches_single_runs(family: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "keep"), of_both_kinds((None, 0, 4)))
-def test_second_turn_continues_from_returned_caches(family: str, keep: int | None) -> None:
+def test_second_batch_turn_continues_from_returned_caches(family: str, keep: int | None) -> None:
     """Two turns through batches equal two single turns. `keep` None: unbounded."""
     model = model_of(family)
     first = [prompt_of(tokens, 1) for tokens in LENGTHS]
@@ -175,7 +175,9 @@ def test_second_turn_continues_from_returned_caches(family: str, keep: int | Non
 @pytest.mark.parametrize(
     ("family", "made"), of_both_kinds(["growing", "rotating", "kept", "quantized"])
 )
-def test_saved_during_generation_matches_mlx_lm(family: str, made: str, tmp_path: Path) -> None:
+def test_cache_saved_during_generation_matches_mlx_lm(
+    family: str, made: str, tmp_path: Path
+) -> None:
     model, prompt = model_of(family), prompt_of(45)
     cache = {
         "growing": lambda: twins(theirs.make_prompt_cache(model)),

@@ -33,7 +33,7 @@ def plain(model: Any, prompt: Sequence[int], tokens: int = 12) -> list[Step]:
 def ask(
     cache: PrefixCache, model: Any, prompt: list[int], tokens: int = 12
 ) -> tuple[int, list[int]]:
-    """Return how many tokens were known, and the answer."""
+    """Return the number of cached tokens, and the answer."""
     known = cache.counts.fetched_tokens
     caches, rest = cache.prefill(
         model, prompt, lambda: list(theirs.make_prompt_cache(model)), step_size=2 * BLOCK
@@ -45,7 +45,7 @@ def ask(
 
 
 @every_family
-def test_prompt_resumes_where_stored(family: str) -> None:
+def test_prompt_resumes_at_stored_boundary(family: str) -> None:
     model, cache = model_of(family), PrefixCache("100MB", block_size=BLOCK)
     prompt = prompt_of(70)
     for known in (0, 64):
@@ -90,7 +90,7 @@ def test_states_inside_block_are_not_stored() -> None:
     assert cache.ledger.by_class()[Kind.CHECKPOINTS] == 0
 
 
-def test_states_are_in_ledger_and_evictable() -> None:
+def test_states_are_counted_and_evicted() -> None:
     model = model_of("falcon_h1")
     cache = PrefixCache("2MB", block_size=BLOCK)
     for number in range(12):
@@ -102,7 +102,7 @@ def test_states_are_in_ledger_and_evictable() -> None:
     assert cache.ledger.by_class()[Kind.CHECKPOINTS] == 0
 
 
-def test_check_detects_state_of_other_position(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_state_of_wrong_position(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
     real = Checkpoints.capture
 
@@ -117,7 +117,7 @@ def test_check_detects_state_of_other_position(monkeypatch: pytest.MonkeyPatch) 
         assert_same(ask(cache, model, prompt)[1], plain(model, prompt), "qwen3_next")
 
 
-def test_batch_is_refused() -> None:
+def test_storing_batched_caches_is_refused() -> None:
     """It is ambiguous which row to store."""
     model, cache = model_of("mamba2"), PrefixCache("100MB", block_size=BLOCK)
     prompt, caches = prompt_of(64), theirs.make_prompt_cache(model)

@@ -104,7 +104,7 @@ def test_diverging_prompt_resumes_at_last_checkpoint(family: str) -> None:
 
 
 @every_family
-def test_joining_and_leaving_sequences_match_single(family: str) -> None:
+def test_sequences_joining_and_leaving_batch_match_single_runs(family: str) -> None:
     """Also one-token prompts, which start beside others that have states."""
     rng = random.Random(3)
     with engine(model_of(family), max_batch_size=4) as core:
@@ -160,7 +160,7 @@ def test_text_is_equal_in_little_memory(family: str) -> None:
         assert core.view.stats().evicted_nodes > 0
 
 
-def test_check_detects_state_of_other_position(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_state_of_wrong_position(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a state stored under another position changes the text."""
     real = Checkpoints.capture
 
@@ -194,7 +194,7 @@ def test_checkpoints_take_a_quarter_of_prefix_bytes() -> None:
 
 
 @pytest.mark.parametrize("tip", range(16, 3_000, 160))
-def test_checkpoint_selection_is_stable(tip: int) -> None:
+def test_checkpoint_selection_is_idempotent(tip: int) -> None:
     """However often it is repeated."""
     size = 16
     places = list(range(size, tip + 1, size))
@@ -254,7 +254,7 @@ def test_codec_without_kv_layers_is_refused() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
-def test_quantized_kv_with_raw_states(family: str) -> None:
+def test_quantized_kv_and_raw_states_are_resumed(family: str) -> None:
     """States stay raw, the ledger is exact, and warm requests resume."""
     with engine(
         model_of(family),

@@ -48,7 +48,7 @@ def texts(
     way: AttentionWay | None = None,
     **settings: Any,
 ) -> list[tuple[int, ...]]:
-    """Answer one question alone and then three at once, on a GPU's back end."""
+    """Answer one question alone and then three at once on the GPU back end."""
     with devices.using(GPUBackend(call_kernel=run)):
         core = Core(load(MODEL_PATH)[0], **{**SETTINGS, **settings})
         try:
@@ -72,7 +72,7 @@ def texts(
 
 @pytest.fixture(autouse=True)
 def long_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the self-test reach every step on a busy machine; its time is tested elsewhere."""
+    """Give the self-test time for every step on a busy machine."""
     monkeypatch.setattr(selftest, "SECONDS", 60.0)
 
 
@@ -82,7 +82,7 @@ def plain(prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("way", [AttentionWay.KERNEL, AttentionWay.FUSED])
-def test_every_attention_way_matches_plain(
+def test_every_attention_implementation_matches_plain(
     folder: Path, prompts: list[tuple[int, ...]], plain: list[tuple[int, ...]], way: AttentionWay
 ) -> None:
     run = Lockstep(folder=folder)
@@ -91,7 +91,7 @@ def test_every_attention_way_matches_plain(
 
 
 @pytest.mark.parametrize(("scheme", "word"), [("8", "8g"), ("auto5x", "3c_2h")])
-def test_kernels_read_codes_in_place(
+def test_kernels_read_quantized_kv_in_place(
     folder: Path, prompts: list[tuple[int, ...]], scheme: str, word: str
 ) -> None:
     codec = {
@@ -122,7 +122,7 @@ def test_kernels_read_resident_and_spilled_kv(
     assert any(tmp_path.rglob("*.safetensors"))
 
 
-def test_kernels_off_calls_none(
+def test_kernels_off_setting_calls_no_kernel(
     folder: Path, prompts: list[tuple[int, ...]], plain: list[tuple[int, ...]]
 ) -> None:
     run = Lockstep(folder=folder)
@@ -130,7 +130,7 @@ def test_kernels_off_calls_none(
     assert run.calls == 0
 
 
-def test_kernels_off_in_environment_calls_none(
+def test_kernels_off_in_environment_calls_no_kernel(
     folder: Path,
     prompts: list[tuple[int, ...]],
     plain: list[tuple[int, ...]],
@@ -152,7 +152,7 @@ class Broken(Lockstep):
         return [2.0 * one for one in super().__call__(call)]
 
 
-def test_wrong_kernels_are_disabled_with_one_line(
+def test_wrong_kernels_are_disabled_with_one_line_warning(
     folder: Path,
     prompts: list[tuple[int, ...]],
     plain: list[tuple[int, ...]],
@@ -165,7 +165,7 @@ def test_wrong_kernels_are_disabled_with_one_line(
     assert "\n" not in line
 
 
-def test_self_test_timeout_disables_kernels_with_one_line(
+def test_self_test_timeout_disables_kernels_with_one_line_warning(
     folder: Path,
     prompts: list[tuple[int, ...]],
     plain: list[tuple[int, ...]],
@@ -178,10 +178,10 @@ def test_self_test_timeout_disables_kernels_with_one_line(
         assert texts(run, prompts) == plain
     assert run.calls == 0
     (line,) = [one.getMessage() for one in caplog.records if "self-test" in one.getMessage()]
-    assert line.startswith("the self-test of attention did not finish in 0 s")
+    assert line.startswith("the self-test of attention kernels did not finish in 0 s")
 
 
-def test_codec_without_kernel_gives_one_line(
+def test_codec_without_kernel_gives_one_line_warning(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256}
@@ -197,5 +197,5 @@ def test_codec_without_kernel_gives_one_line(
     (line,) = [one.getMessage() for one in caplog.records if "kernel" in one.getMessage()]
     assert line == (
         "no attention kernel supports kivi4/raw of 2 heads on 1 of 256, float32; "
-        "using plain operations"
+        "plain operations are used there"
     )

@@ -31,12 +31,12 @@ WINDOWED = ("llama4", "gemma3", "gpt_oss", "gear", "cohere2")
     ("family", "window", "places"),
     pairs(WINDOWED, (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1), (1, 4)),
 )
-def test_windows_of_every_length_with_tails(family: str, window: int, places: int) -> None:
+def test_windows_around_tail_length_match_plain(family: str, window: int, places: int) -> None:
     """Shorter than a tail, equal, and longer."""
     examine_window(family, window, places)
 
 
-def test_nearly_all_families_reuse_prefixes() -> None:
+def test_at_least_95_percent_of_families_reuse_prefixes() -> None:
     assert set(FAMILIES) == set(MLX_LM.documented())
     assert len(FAMILIES) > 100
     assert MLX_LM.reuse_share() >= 0.95

@@ -30,7 +30,7 @@ SMALL: dict[str, Any] = {
 
 
 def requests() -> list[Request]:
-    """Return prompts that repeat themselves, and each other."""
+    """Return prompts that repeat themselves and each other."""
     draw = Random(7)
     words = [tuple(draw.randrange(tiny_families.VOCABULARY_TOKENS) for _ in range(9))] * 4
     words += [
@@ -47,7 +47,7 @@ def requests() -> list[Request]:
 
 
 def answers(core: Core, asked: Sequence[Request]) -> list[list[int]]:
-    """Return the answers of requests that run together."""
+    """Return the answers of concurrent requests."""
     handles = [core.submit(request) for request in asked]
     while core.step():
         pass
@@ -56,7 +56,7 @@ def answers(core: Core, asked: Sequence[Request]) -> list[list[int]]:
 
 
 def told(model: Any, proposed: int, *, times: int = 2) -> tuple[list[list[int]], Core]:
-    """Return the answers to all requests, asked so many times, and the core, which is closed."""
+    """Return the answers to all requests, repeated this number of times, and the closed core."""
     core = Core(model, **SMALL, speculative_tokens=proposed)
     try:
         return [tokens for _ in range(times) for tokens in answers(core, requests())], core
@@ -66,7 +66,7 @@ def told(model: Any, proposed: int, *, times: int = 2) -> tuple[list[list[int]],
 
 @pytest.fixture(autouse=True)
 def proposals_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine measures anything; here a step takes the same whatever it checks."""
+    """Use constant step times, since a busy machine measures random ones."""
     monkeypatch.setattr(StepCosts, "ratio", lambda *_: 1.0)
 
 

@@ -38,7 +38,7 @@ LENGTHS, TOKENS = (150, 61, 17, 200), (40, 9, 52, 23)
 
 @pytest.fixture
 def unseamed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Take the seam, which an earlier test may have put there, out of mlx-lm's modules."""
+    """Remove the attention seam from mlx-lm's modules."""
     for name, module in list(sys.modules.items()):
         found = getattr(module, "scaled_dot_product_attention", None)
         if name.startswith("mlx_lm.models.") and hasattr(found, "penstock_seam"):
@@ -66,7 +66,7 @@ def test_dequantized_and_in_place_reads_are_equal(family: str, codec: str, unsea
     assert caches[0]._in_place
 
 
-def test_model_with_custom_attention_dequantizes(unseamed: None) -> None:
+def test_model_with_custom_attention_uses_dequantized_kv(unseamed: None) -> None:
     """Gemma 2 computes its attention scores itself."""
     model, prompt = model_of("gemma2"), prompt_of(150)
     reference = generate(model, prompt, made(model), 30, 40)
@@ -87,7 +87,7 @@ def test_eight_bits_match_full_precision_text(codec: str) -> None:
         assert caches[0].codes.offset >= 448
 
 
-def test_check_detects_two_bits() -> None:
+def test_check_detects_loss_of_2_bit_codec() -> None:
     """Negative control: the codes are what is read."""
     model = model_of("llama")
     attach(model)
@@ -117,7 +117,7 @@ def test_batches_match_single_runs(family: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["turbo4", "kivi4"])
-def test_saved_during_generation(codec: str, tmp_path: Path) -> None:
+def test_cache_saved_during_generation_continues_equally(codec: str, tmp_path: Path) -> None:
     model, prompt = model_of("llama"), prompt_of(150)
     attach(model)
     reference = generate(model, prompt, made(model, codec), 60)

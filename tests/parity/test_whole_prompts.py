@@ -84,7 +84,7 @@ def test_other_prompt_splits_change_text() -> None:
     assert whole == generated(tuple(prompt), 8) != in_two
 
 
-def test_concurrent_and_repeated_requests() -> None:
+def test_concurrent_and_repeated_requests_match_plain() -> None:
     with engine() as core:
         prompts = [prompt_of(n, seed=n) for n in (70, 70, 33, 1)]
         handles = [ask(core, prompt, 20) for prompt in prompts]
@@ -109,14 +109,14 @@ def test_preempted_sequence_matches_plain() -> None:
             check(first, urgent)
 
 
-def test_nothing_is_dropped_past_window() -> None:
+def test_no_token_is_dropped_past_window() -> None:
     with engine(max_kv_size=32, keep=4) as core:
         handle = ask(core, prompt_of(70, seed=1), 20)
         drain(core)
         check(handle)
 
 
-def test_nothing_is_cached_or_written(tmp_path: Path) -> None:
+def test_no_prompt_is_cached_or_written(tmp_path: Path) -> None:
     with tiny_families.uncompiled():
         for _ in range(2):
             with running(tmp_path, model=model(), **SMALL) as core:
@@ -124,7 +124,7 @@ def test_nothing_is_cached_or_written(tmp_path: Path) -> None:
                 settle(core)
                 check(handle)
                 assert core.view.explain(handle.request.prompt).held_tokens == 0
-                assert "nothing of this model is shared" in core.view.explain([1]).reason
+                assert "prefixes of this model are not shared" in core.view.explain([1]).reason
                 assert not list(tmp_path.glob("**/*.safetensors"))
 
 

@@ -67,7 +67,7 @@ ALL = 10**12
 
 
 def thin(core: Core) -> int:
-    """Drop all that nobody needs; return the bytes."""
+    """Drop all droppable window KV; return the bytes."""
     freed = free_beside_tree(core, ALL)
     core.view.check()
     assert free_beside_tree(core, ALL) == 0
@@ -75,8 +75,7 @@ def thin(core: Core) -> int:
 
 
 def needed_bytes(core: Core, end: int, first: int | None = None) -> int:
-    """Return what the nodes of one conversation hold that goes on at its end, and from `first` on;
-    both in whole blocks."""
+    """Return the node bytes needed to resume a conversation at its end and at `first`."""
     stays = end - max(0, (first or end) - SLIDING_WINDOW) // BLOCK * BLOCK
     windows, shapes = retention_of(core, Windows), enumerate(layer_shapes(core))
     assert windows is not None
@@ -88,7 +87,7 @@ def node_bytes(core: Core) -> int:
 
 
 @every_family
-def test_next_turn_resumes_and_repeated_prompt_recomputes(family: str) -> None:
+def test_only_last_window_of_conversation_is_resumed(family: str) -> None:
     with engine(model_of(family), **SMALL) as core:
         assert way_of(core) == ("joined" if family == "gear" else "shared")
         first = ask(core, BASE, 24)
@@ -132,7 +131,7 @@ def test_prompt_end_is_retained_after_full_prefill() -> None:
 
 
 @every_family
-def test_last_turn_can_be_regenerated_while_memory_allows(family: str) -> None:
+def test_prompt_end_window_is_dropped_last(family: str) -> None:
     """Another answer, or a shorter next turn: the newest prompt end is dropped last."""
     with engine(model_of(family), **SMALL) as core:
         first = ask(core, BASE, 40)
@@ -158,7 +157,7 @@ def test_last_turn_can_be_regenerated_while_memory_allows(family: str) -> None:
 
 
 @every_family
-def test_branch_inside_dropped_window_refills_nodes(
+def test_branch_inside_dropped_tokens_refills_nodes(
     family: str,
 ) -> None:
     with engine(model_of(family), **SMALL) as core:
@@ -203,7 +202,7 @@ def crowd_reference(family: str) -> Callable[[Guest], list[Step]]:
 
 @every_family
 @pytest.mark.parametrize("places", [2, 8])
-def test_random_arrivals_with_everything_dropped(
+def test_random_arrivals_match_plain_with_all_droppable_kv_dropped(
     family: str, places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between steps, and wherever room is made within one."""
@@ -225,7 +224,7 @@ def test_random_arrivals_with_everything_dropped(
 
 
 @every_family
-def test_random_arrivals_in_little_memory(family: str) -> None:
+def test_random_arrivals_match_plain_in_little_memory(family: str) -> None:
     with engine(model_of(family), **SMALL, max_batch_size=4, max_kv_size=256) as core:
         room = (
             core.estimator.sequence_bytes(120)
@@ -238,7 +237,9 @@ def test_random_arrivals_in_little_memory(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gear"])
-def test_random_arrivals_past_window(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_arrivals_match_plain_past_window(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def reference(guest: Guest) -> list[Step]:
         return bounded_text(family, guest.prompt, guest.tokens, 48, 12)
 
@@ -252,7 +253,7 @@ def test_random_arrivals_past_window(family: str, monkeypatch: pytest.MonkeyPatc
 # ---- under pressure
 
 
-def test_windows_are_thinned_before_nodes_are_evicted() -> None:
+def test_window_kv_is_dropped_before_nodes_are_evicted() -> None:
     """Least recently used first, only as many as needed; held nodes are left alone."""
     prompts = [tuple(prompt_of(100, seed)) for seed in range(3)]
     with engine(model_of("gemma3"), **SMALL) as core:
@@ -278,7 +279,7 @@ def test_windows_are_thinned_before_nodes_are_evicted() -> None:
         core.view.check()
 
 
-def test_unreachable_nodes_are_evicted_at_once() -> None:
+def test_nodes_that_cannot_be_resumed_are_evicted_at_once() -> None:
     """A thinned prompt end evicts all of its path, except what others read."""
     with engine(model_of("gemma3"), **SMALL) as core:
         core.prefixes.tree.max_merge_tokens = 32
@@ -291,7 +292,7 @@ def test_unreachable_nodes_are_evicted_at_once() -> None:
         assert core.view.stats().nodes == 0
 
 
-def test_nodes_in_use_are_thinned_to_admit_waiting_request() -> None:
+def test_window_kv_in_use_is_dropped_to_admit_waiting_request() -> None:
     """The freed bytes are promised before."""
     prompts = [tuple(prompt_of(150, seed)) for seed in range(2)]
     with engine(model_of("gemma3"), **SMALL, max_batch_size=2) as core:
@@ -311,7 +312,7 @@ def test_nodes_in_use_are_thinned_to_admit_waiting_request() -> None:
 
 @functools.cache
 def large() -> Any:
-    """Return a random model like Gemma 3: of six layers five see 128 tokens."""
+    """Return a random model like Gemma 3: five of six layers have a window of 128 tokens."""
     mx.random.seed(1)
     model = gemma3_text.Model(
         gemma3_text.ModelArgs(
@@ -332,7 +333,7 @@ def large() -> Any:
     return model
 
 
-def test_long_conversation_holds_little_more_than_its_windows() -> None:
+def test_long_conversation_retains_little_more_than_its_windows() -> None:
     prompt = [token % 64 for token in prompt_of(2_048)]
     settings = {"block_size": 16, "prefill_chunk": 512, "max_kv_size": 4_096}
     with engine(large(), **settings) as core:
@@ -360,7 +361,7 @@ def test_long_conversation_holds_little_more_than_its_windows() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["8", "k8v4"])
-def test_windows_with_codecs(scheme: str) -> None:
+def test_windowed_layers_match_plain_with_codecs(scheme: str) -> None:
     """Recomputed codes are bit-identical, so answers are equal."""
     settings = {
         "block_size": 64,
@@ -393,7 +394,7 @@ def test_windows_with_codecs(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["baichuan_m1", "recurrent_gemma", "gear"])
-def test_windows_with_recurrent_states(name: str) -> None:
+def test_windowed_and_recurrent_layers_resume_together(name: str) -> None:
     """A resume position needs both."""
     with tiny_families.uncompiled():
         model = tiny_families.build(name)
@@ -421,7 +422,7 @@ def test_windows_with_recurrent_states(name: str) -> None:
 
 
 @every_family
-def test_windows_restored_from_disk(
+def test_windowed_layers_resume_from_disk(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Dropped KV is restored into the nodes; incomplete blocks are not written."""
@@ -441,7 +442,7 @@ def test_windows_restored_from_disk(
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_blocks_queued_for_disk_are_dropped_last(
+def test_window_kv_queued_for_disk_is_dropped_last(
     waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although least recently used; the negative control drops and never writes it."""
@@ -474,7 +475,7 @@ def test_blocks_queued_for_disk_are_dropped_last(
 
 
 @every_family
-def test_dropped_unwritten_blocks_are_recomputed(family: str, tmp_path: Path) -> None:
+def test_window_kv_dropped_before_write_is_recomputed(family: str, tmp_path: Path) -> None:
     with with_disk(model_of(family), tmp_path, record_tokens=16) as core:
         assert core.tiers is not None
         work = core.tiers.work
@@ -492,7 +493,7 @@ def test_dropped_unwritten_blocks_are_recomputed(family: str, tmp_path: Path) ->
         check(family, after)
 
 
-def test_refilled_blocks_stay_private_without_room(
+def test_refilled_blocks_stay_private_without_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with engine(model_of("gemma3"), **SMALL) as core:
@@ -516,14 +517,14 @@ def test_refilled_blocks_stay_private_without_room(
 
 @dataclasses.dataclass
 class Place:
-    """As much of a node as is asked for."""
+    """The fields of a node that are read."""
 
     start: int
     segment: Segment
 
 
 @given(st.data())
-def test_deepest_resume_position_is_found(data: st.DataObject) -> None:
+def test_resume_position_matches_brute_force(data: st.DataObject) -> None:
     """Compared with a token-by-token search."""
     windows = {0: data.draw(st.integers(2, 9)), 2: data.draw(st.integers(2, 9))}
     lengths = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
@@ -547,7 +548,7 @@ def test_deepest_resume_position_is_found(data: st.DataObject) -> None:
     assert resume(path, most, windows) == deepest  # type: ignore[arg-type]
 
 
-def test_windows_per_layer() -> None:
+def test_windows_of_layers_ignore_unreached_bounds() -> None:
     attention_windows = [
         AttentionWindow(4),
         AttentionWindow(100, 4),
@@ -577,7 +578,9 @@ def drop_one_block_too_many(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @every_family
-def test_check_detects_excess_dropped_block(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_one_dropped_block_too_many(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the recount, by a read, and by the text."""
     core = Core(model_of(family), memory_limit="400MB", **SMALL)
     handle = ask(core, BASE[:65], 12)

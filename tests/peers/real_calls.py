@@ -51,7 +51,7 @@ TEXTS = (
 
 
 def round_trips(made: Any) -> Counter[str]:
-    """Count the calls that are read as they were written, are text, or are read wrong.
+    """Count the calls that are parsed as written, kept as text, or parsed wrong.
 
     Args:
         made: mlx-lm's wrapper of a tokenizer with the template.
@@ -82,7 +82,7 @@ def round_trips(made: Any) -> Counter[str]:
 
 
 def _drawn(form: AnswerFormat, random: Random) -> dict[str, Any]:
-    """Draw the arguments of a call; texts may hold marks of the format."""
+    """Draw the arguments of a call; texts may contain markers of the format."""
     shape = form.shape
     marks = [] if shape is None else [shape.opening, shape.closing.strip(), shape.after.strip()]
     if shape is not None and shape.tags is not None:
@@ -102,7 +102,7 @@ def _drawn(form: AnswerFormat, random: Random) -> dict[str, Any]:
 
 
 def _written(made: Any, traits: TemplateTraits, arguments: dict[str, Any]) -> str:
-    """Return the call as the template writes it where an answer stands."""
+    """Return the call as the template renders it in an answer."""
     function = {"name": "put_file", "arguments": arguments}
     call = {"type": "function", "id": "call00001", "function": function}
     said = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -127,7 +127,7 @@ def _written(made: Any, traits: TemplateTraits, arguments: dict[str, Any]) -> st
 
 
 def _read(form: AnswerFormat, pieces: list[str]) -> list[tuple[str, Any]]:
-    """Return the calls of a text that comes in pieces."""
+    """Return the calls of a text that arrives in pieces."""
     parser = form.parser([TOOL])
     events = [event for piece in pieces for event in parser.feed(piece)]
     calls: list[tuple[str, Any]] = []

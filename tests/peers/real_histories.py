@@ -1,4 +1,4 @@
-"""Conversations of three turns through real chat templates: what history does to the tokens.
+"""Three-turn conversations through real chat templates: how history changes the tokens.
 
 Every answer is generated in other tokens than its text is read as. A later prompt must begin with
 the tokens of the prompt before and of its answer, or it must be said where and why the template
@@ -50,7 +50,7 @@ POOL_BYTES = 10_000_000
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the turns of one conversation."""
+    """Outcome of the turns of one conversation."""
 
     kept: int
     """Turns whose prompt begins with all tokens of the one before and its answer."""
@@ -61,7 +61,7 @@ class Outcome:
 
 
 def talks() -> dict[str, list[Message]]:
-    """Return conversations of three turns, each answer a message of its own."""
+    """Return three-turn conversations; each answer is a separate message."""
     call = {"id": "call00001", "type": "function"}
     function = {"name": "look_up", "arguments": {"text": "Tern."}}
     calling: Message = {"role": "assistant", "content": ""}
@@ -85,7 +85,7 @@ def talks() -> dict[str, list[Message]]:
 
 
 def outcome(template: str, talk: Sequence[Message], folder: Path) -> Outcome | str:
-    """Go through a conversation; return what became of its turns, or why it cannot be held."""
+    """Run a conversation; return the outcome of its turns, or why it is impossible."""
     try:
         made = _tokenizer(template, _ends(template, talk, folder), folder)
         return _replayed(made, talk)
@@ -116,7 +116,7 @@ def _replayed(made: Any, talk: Sequence[Message]) -> Outcome | str:
 
 
 def _tools(made: Any, talk: Sequence[Message]) -> list[dict[str, Any]] | None:
-    """Return the tools of a conversation: those that it uses, or that the template demands."""
+    """Return the tools of a conversation: those it uses or the template demands."""
     if any(message["role"] == "tool" for message in talk):
         return [TOOL]
     try:
@@ -127,7 +127,7 @@ def _tools(made: Any, talk: Sequence[Message]) -> list[dict[str, Any]] | None:
 
 
 def _asked(talk: Sequence[Message]) -> list[int]:
-    """Return the numbers of the messages that an answer follows, or nothing."""
+    """Return the numbers of the messages that an answer follows."""
     roles = [*(message["role"] for message in talk), "assistant"]
     return [at for at, role in enumerate(roles[1:]) if role == "assistant"]
 
@@ -154,7 +154,7 @@ def _generated(prompts: Prompts, talk: Sequence[Message], answer: Message, tools
 
 
 def _spoken(prompts: Prompts, prompt: str, written: str, answer: Message) -> str:
-    """Return an answer as it would be said behind a prompt that its template rewrites."""
+    """Return an answer as generated after a prompt that its template rewrites."""
     marks = prompts.format.reasoning
     if answer.get("tool_calls"):
         return _called(prompts, prompt, written)
@@ -193,14 +193,14 @@ def _behind_opening(prompts: Prompts, prompt: str, written: str) -> str:
 
 
 def _cut(made: Any, text: str) -> str:
-    """Return a text up to the first mark that ends an answer."""
+    """Return a text up to the first marker that ends an answer."""
     ends = [made.decode([token]) for token in made.eos_token_ids]
     places = [at for end in ends if (at := text.find(end)) >= 0]
     return text[: min(places, default=len(text))]
 
 
 def _one_by_one(made: Any, text: str) -> list[int]:
-    """Read a text sign by sign, and its marks whole, as no tokenizer would."""
+    """Tokenize a text character by character, with whole markers."""
     tokens: list[int] = []
     for part in re.split(f"({_MARKS.pattern})", text):
         known = _MARKS.fullmatch(part) is not None
@@ -210,7 +210,7 @@ def _one_by_one(made: Any, text: str) -> list[int]:
 
 
 def _ends(template: str, talk: Sequence[Message], folder: Path) -> tuple[str, ...]:
-    """Return the marks that a template writes behind answers."""
+    """Return the markers that a template writes after answers."""
     made = _tokenizer(template, (), folder)
     turns = [talk[0], dict(_TOLD), talk[0]]  # some end an answer with the next turn's mark alone
     tools, called = _tools(made, talk), talk[1].get("tool_calls")
@@ -247,5 +247,5 @@ def _tokenizer(template: str, ends: Sequence[str], folder: Path) -> Any:
 
 
 def histories(template: str, folder: Path) -> Mapping[str, Outcome | str]:
-    """Return what becomes of each conversation with a template."""
+    """Return the outcome of each conversation with a template."""
     return {name: outcome(template, talk, folder) for name, talk in talks().items()}

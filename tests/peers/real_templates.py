@@ -1,4 +1,4 @@
-"""Run real chat templates through the probe: which parsers they ask for, and what they do.
+"""Run real chat templates through the probe: which parsers they need, and how they behave.
 
     python tests/peers/real_templates.py FOLDER...
 
@@ -56,13 +56,13 @@ def tokenizer(template: str, folder: Path) -> Any:
 
 
 def places(made: Any, talk: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[int]:
-    """Return where texts are rendered; raises what the template raises."""
+    """Return where texts are rendered; raises the template's errors."""
     rendered = made.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
     return [rendered.find(text) for text in texts]
 
 
 def misplaced(made: Any) -> dict[str, str]:
-    """Say which conversations with later system messages are not rendered as they stand.
+    """List conversations with later system messages that are not rendered in place.
 
     Those that the template does not render without the later message are none of them.
     """
@@ -90,12 +90,12 @@ def misplaced(made: Any) -> dict[str, str]:
 
 
 def outcome(text: str) -> str:
-    """Return an outcome without what is a template's own: its error, a message's number."""
+    """Return an outcome without template-specific details."""
     return "raises" if text.startswith("raises") else re.sub(r"message \d+", "a message", text)
 
 
 def run(files: list[Path]) -> dict[str, Any]:
-    """Probe templates; return the table, its counts, and what `fit` does not mend."""
+    """Probe templates; return the table, its counts, and what `fit` does not repair."""
     table, wrong, turns, calls = {}, {}, {}, {}
     for file in files:
         with tempfile.TemporaryDirectory() as folder:
@@ -126,7 +126,7 @@ def run(files: list[Path]) -> dict[str, Any]:
 
 
 def kind_of(found: Outcome | str) -> str:
-    """Return what became of a conversation's turns, without what is a template's own."""
+    """Return the outcome of a conversation without template-specific details."""
     if isinstance(found, str):
         return "not held"
     if found.silent:
@@ -135,7 +135,7 @@ def kind_of(found: Outcome | str) -> str:
 
 
 def reasons(table: Mapping[str, Any]) -> list[str]:
-    """Say why conversations were not held, or do not compute their new tokens alone."""
+    """Return why conversations failed, or recompute more than their new tokens."""
     lines = list[str]()
     for name, report in table.items():
         for what, found in report["histories"].items():
@@ -148,7 +148,7 @@ def reasons(table: Mapping[str, Any]) -> list[str]:
 
 
 def told(found: Outcome | str) -> Any:
-    """Return what became of a conversation's turns, as JSON."""
+    """Return the outcome of a conversation as JSON."""
     return found if isinstance(found, str) else asdict(found)
 
 

@@ -110,7 +110,7 @@ PARTS = (
 
 
 def drawn(marks: Sequence[str]) -> list[str]:
-    """Return texts, the same at every run, some of them with marks of the vocabulary."""
+    """Return reproducible random texts, some with special tokens of the vocabulary."""
     random = Random(1)
     parts = [*PARTS, *random.sample(marks, min(len(marks), 6))]
     texts = [*PARTS[1:], *marks[:3]]
@@ -173,7 +173,7 @@ def compare(
 
 
 def beside(file: Path, header: Header) -> int:
-    """Compare the texts and tokens that lie beside a file; return how many differ."""
+    """Compare the texts and tokens stored beside a file; return the number that differ."""
     texts, tokens = file.with_name(f"{file.name}.inp"), file.with_name(f"{file.name}.out")
     if not (texts.is_file() and tokens.is_file()):
         return 0

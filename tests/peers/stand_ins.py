@@ -1,4 +1,4 @@
-"""What mlx-lm's tests are given in place of things from elsewhere: a model, a tokenizer, caches."""
+"""Stand-ins for mlx-lm's tests: a model, a tokenizer and caches."""
 
 from __future__ import annotations
 

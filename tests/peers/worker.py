@@ -1,4 +1,4 @@
-"""Run one of mlx-lm's test files with one set of cache classes; write what happened as JSON."""
+"""Run one of mlx-lm's test files with one set of cache classes; write the outcomes as JSON."""
 
 from __future__ import annotations
 

@@ -22,14 +22,14 @@ from penstock.plugins.ray.autoscaling import CLAIMED, MOST_CLAIMED, desired, pol
         (0, 4.0, [0.0, 0.0, 0.0], 1),  # what is held and could be evicted keeps no replica alive
     ],
 )
-def test_desired_replicas_follow_larger_need(
+def test_desired_replicas_are_maximum_of_load_and_memory(
     requests: float, target: float, claimed: list[float], wanted: int
 ) -> None:
     assert desired(requests, target, claimed) == wanted
 
 
 @pytest.mark.parametrize("metrics", [None, {}, {CLAIMED: {"a": 0.9, "b": 0.9}}])
-def test_policy_reads_ray_context(metrics: object) -> None:
+def test_autoscaling_policy_reads_ray_context(metrics: object) -> None:
     context = SimpleNamespace(
         aggregated_metrics=metrics,
         config=SimpleNamespace(target_ongoing_requests=4.0),

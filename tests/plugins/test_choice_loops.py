@@ -88,7 +88,7 @@ cuts = st.lists(st.integers(1, 300), max_size=5)
 
 
 def best_by_block(whole: Array, units: Array, codes: Array, sizes: Array) -> Floats:
-    """Return the largest product of each block, twice as large."""
+    """Return the largest product of each block, doubled."""
     bits = np.unpackbits(codes, axis=-1, bitorder="little").astype(np.float64) * 2 - 1
     numbers = bits[..., ::2] + 2 * bits[..., 1::2]
     with np.errstate(invalid="ignore"):
@@ -98,7 +98,7 @@ def best_by_block(whole: Array, units: Array, codes: Array, sizes: Array) -> Flo
 
 
 def worst_of(best: Floats, chosen: Addresses) -> float:
-    """Return by how much the best block left out is wanted more than the worst chosen one."""
+    """Return how much the best unselected block scores above the worst selected one."""
     wanted = -np.array(_lacks(mx.array(best)))
     inside = np.zeros(wanted.shape, bool)
     np.put_along_axis(inside, chosen - FIRST_BLOCKS, True, axis=1)
@@ -144,7 +144,7 @@ def test_selected_blocks_match_formula(
 
 
 @pytest.mark.parametrize("words", [2, 4, 6, 8, 16])
-def test_block_scores_have_same_bits_with_any_instructions(words: int) -> None:
+def test_block_scores_are_bit_identical_on_any_instruction_set(words: int) -> None:
     from numba import njit
 
     draw = np.random.default_rng(words)
@@ -237,7 +237,7 @@ def test_selected_blocks_are_read_exactly(
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_blocks_in_float16_are_read_as_the_same_float32(dim: int) -> None:
+def test_float16_blocks_match_same_values_in_float32(dim: int) -> None:
     draw, recent = np.random.default_rng(dim), 9
     halved = [
         draw.normal(size=(2, recent * BLOCK_TOKENS + 11, width)).astype(np.float16)
@@ -259,7 +259,7 @@ def check_spilled(
     loops: ChoiceLoops, queries: Floats, keys: Array, values: Array, cuts: Sequence[int],
     blocks: Addresses, recent: int, sinks: Sinks | None,
 ) -> None:  # fmt: skip
-    """See that blocks of every other span are read from where they were fetched to."""
+    """Check that blocks of every other span are read from their loaded copies."""
     aligned = [cut // BLOCK_TOKENS * BLOCK_TOKENS for cut in cuts]
     spans, own = Spans([keys, values], aligned), []
     count, (heads, tokens, _) = -(-keys.shape[1] // BLOCK_TOKENS), keys.shape
@@ -350,7 +350,7 @@ def test_unselected_blocks_are_read_from_index(
     assert np.array_equal(np.concatenate([part[0] for part in of_heads]), sums)
 
 
-def test_extra_softmax_term_contributes_its_value() -> None:
+def test_extra_softmax_term_is_weighted_into_result() -> None:
     draw = np.random.default_rng(3)
     keys, values = draw.normal(size=(2, 2, 64, 64)).astype(np.float32)
     queries = draw.normal(size=(2, 3, 64)).astype(np.float32) / 8
@@ -382,7 +382,7 @@ def test_exp_matches_numpy() -> None:
     assert np.all((ends >= 0) & (ends < 1e-37))
 
 
-def test_loops_require_numba(
+def test_compiled_loops_require_numba(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """None in `sys.modules` makes the import fail."""
@@ -397,7 +397,7 @@ def test_loops_require_numba(
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_tasks_are_divided_in_order(lanes: int) -> None:
+def test_divided_tasks_return_results_in_order(lanes: int) -> None:
     device = CPUBackend(lanes=lanes)
     for count in range(5):
         assert device.divide(lambda x: x * x, range(count)) == [x * x for x in range(count)]
@@ -406,7 +406,7 @@ def test_tasks_are_divided_in_order(lanes: int) -> None:
 
 
 @pytest.mark.parametrize("device", [CPUBackend(lanes=2), CPUBackend(lanes=1)])
-def test_lane_works_while_caller_is_busy(device: CPUBackend) -> None:
+def test_lane_runs_tasks_while_caller_is_busy(device: CPUBackend) -> None:
     """All tasks if the caller takes long; an error on either side waits for the other."""
     begun, caller = threading.Event(), threading.current_thread()
     threads: list[threading.Thread] = []

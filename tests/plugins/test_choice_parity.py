@@ -78,7 +78,7 @@ class Layer:
         self.tail = (mx.zeros((1, kv_heads, 1, dim)),) * 2
 
     def by_loops(self, selection: Selection, scale: float) -> list[Numbers]:
-        """Return the blocks that compiled loops choose for each row, numbered from the first."""
+        """Return the blocks that compiled loops select for each row, numbered from 0."""
         dim = self.queries.shape[-1]
         reader = CPU.choice_reader(selection, dim, dim)
         assert isinstance(reader, LoopReader)
@@ -93,7 +93,7 @@ class Layer:
 
 
 def border(lacks: Numbers, chosen: Numbers) -> float:
-    """Return by how much the best block that is left out is better than the worst chosen one."""
+    """Return how much the best unselected block scores above the worst selected one."""
     inside = np.zeros(lacks.shape, bool)
     np.put_along_axis(inside, chosen, True, axis=1)
     worst = np.where(inside, lacks, -np.inf).max(axis=1)
@@ -109,7 +109,7 @@ lengths = st.lists(st.integers(1, 300), max_size=4)
     st.lists(lengths, min_size=2, max_size=4), st.sampled_from([128, 160, 256]),
     st.booleans(), st.booleans(),
 )  # fmt: skip
-def test_loops_choose_as_reference(
+def test_compiled_loops_select_same_blocks_as_reference(
     seed: int, dim: int, heads: tuple[int, int], lengths: list[list[int]], tokens: int,
     centered: bool, repeats: bool,
 ) -> None:  # fmt: skip
@@ -133,7 +133,7 @@ def test_loops_choose_as_reference(
             assert np.all(np.abs(lacks[head, apart] - edge) <= ROUNDING)
 
 
-def test_scores_do_not_depend_on_batch() -> None:
+def test_scores_are_batch_invariant() -> None:
     layer = Layer(5, 64, (2, 3), [[500, 300], [40], [100], [7, 60]], centered=True, repeats=False)
     selection = Selection(128, layer.index)
     together = block_scores(selection, layer.rows, layer.queries, 0.125, 0, GPU)
@@ -143,7 +143,7 @@ def test_scores_do_not_depend_on_batch() -> None:
         assert mx.array_equal(scores, block_scores(*where, GPU)[0])
 
 
-def test_earlier_blocks_win_ties() -> None:
+def test_earlier_blocks_are_selected_on_ties() -> None:
     """Without the rounding of centers, equal keys have equal scores on both sides."""
     layer = Layer(3, 64, (2, 1), [[16 * 40], [40]], centered=False, repeats=True)
     selection = Selection(128, layer.index)

@@ -1,4 +1,4 @@
-"""Machine code in the user's cache folder: kept, read, and not trusted blindly."""
+"""Machine code in the user's cache folder: written, loaded, and verified."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 class Compilation:
-    """Compiles `3 x - 1`, and counts how often."""
+    """Compiles `3 x - 1`, and counts the compilations."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -45,7 +45,7 @@ class Compilation:
         return int(ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(address)(5))
 
 
-def test_machine_code_is_kept_and_read(loops: Path) -> None:
+def test_machine_code_is_cached_and_loaded(loops: Path) -> None:
     compilation = Compilation()
     assert [compilation.result() for _ in range(3)] == [14] * 3
     assert compilation.count == 1
@@ -85,7 +85,7 @@ def test_folder_writable_by_others_is_not_used(loops: Path) -> None:
     assert not list(loops.iterdir())
 
 
-def test_unwritable_cache_folder_only_costs_time(
+def test_unwritable_cache_folder_disables_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -95,7 +95,7 @@ def test_unwritable_cache_folder_only_costs_time(
     assert compilation.count == 2
 
 
-def test_machine_code_of_another_python_is_not_used(
+def test_machine_code_of_other_python_is_not_used(
     loops: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compilation = Compilation()
@@ -106,7 +106,7 @@ def test_machine_code_of_another_python_is_not_used(
     assert compilation.count == 2
 
 
-def test_packages_without_metadata_only_cost_time(
+def test_packages_without_metadata_disable_cache(
     loops: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unknown(name: str) -> str:
@@ -120,7 +120,7 @@ def test_packages_without_metadata_only_cost_time(
     assert not loops.exists()
 
 
-def test_machine_code_too_large_to_be_read_is_not_written(
+def test_machine_code_above_read_limit_is_not_cached(
     loops: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compilation = Compilation()
@@ -183,19 +183,19 @@ def printed(program: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def test_kept_machine_code_runs_without_numba(loops: Path) -> None:
+def test_cached_machine_code_runs_without_numba(loops: Path) -> None:
     program = "print(result('quotient', 8), 'numba' in sys.modules)"
     assert printed(program) == "12 True\n"
     assert printed(program) == "12 False\n"
 
 
-def test_kept_machine_code_that_allocates_gets_numba(loops: Path) -> None:
+def test_cached_machine_code_that_allocates_imports_numba(loops: Path) -> None:
     program = "print(result('allocating', 8), 'numba' in sys.modules)"
     assert [printed(program), printed(program)] == ["64 True\n"] * 2
 
 
 @pytest.mark.parametrize("first", ["", "import numba"])
-def test_numba_compiles_before_and_after_machine_code_is_loaded(first: str, loops: Path) -> None:
+def test_numba_compiles_before_and_after_loading_cached_code(first: str, loops: Path) -> None:
     printed("result('quotient', 8)")
     program = (
         f"{first}\n"
@@ -210,7 +210,7 @@ def test_numba_compiles_before_and_after_machine_code_is_loaded(first: str, loop
         assert printed(program.replace("result('quotient', 0)", "0")) == expected
 
 
-def test_error_in_machine_code_ends_a_process_without_numba(loops: Path) -> None:
+def test_exception_in_cached_code_aborts_process_without_numba(loops: Path) -> None:
     printed("result('quotient', 8)")
     with pytest.raises(subprocess.CalledProcessError) as error:
         printed("result('quotient', 0)")

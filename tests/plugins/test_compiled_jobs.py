@@ -1,4 +1,4 @@
-"""Compiled jobs on two threads: both meet, whether the second one looks for jobs or sleeps."""
+"""Compiled jobs on two threads synchronize, whether the second thread polls or sleeps."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def run(team: Team, job: Any) -> None:
     assert table[5 : 5 + team.threads].tolist() == other
 
 
-def test_threads_of_a_job_meet(exchange: Any) -> None:
+def test_threads_of_a_job_synchronize(exchange: Any) -> None:
     pair = Team()
     for _ in range(2_000):
         run(pair, exchange)
 
 
-def test_second_thread_sleeps_when_idle_and_is_woken(exchange: Any) -> None:
+def test_idle_second_thread_sleeps_until_woken(exchange: Any) -> None:
     pair = Team()
     if pair.threads == 1:
         pytest.skip("needs two processors")
@@ -63,7 +63,7 @@ def test_second_thread_sleeps_when_idle_and_is_woken(exchange: Any) -> None:
         assert time.process_time() - before < 0.1, "an idle team computes"
 
 
-def test_teams_of_several_threads_are_independent_and_end(exchange: Any) -> None:
+def test_thread_teams_are_independent_and_end(exchange: Any) -> None:
     def helpers() -> set[threading.Thread]:
         return {thread for thread in threading.enumerate() if thread.name == "penstock-layers"}
 
@@ -90,7 +90,7 @@ def test_teams_of_several_threads_are_independent_and_end(exchange: Any) -> None
     assert not helpers() - before
 
 
-def test_interrupt_leaves_no_job_half_done(exchange: Any) -> None:
+def test_interrupted_job_is_completed(exchange: Any) -> None:
     """A signal handler of Python raises at any of its instructions, with a sleeping thread."""
     pair = Team()
     if pair.threads == 1:
@@ -115,7 +115,7 @@ def sleep_again(pair: Team) -> None:
 
 
 def raised_at(number: int, pair: Team, job: Any) -> bool:
-    """Interrupt a job at an instruction of `Team.run`; return whether there are as many."""
+    """Interrupt a job at an instruction of `Team.run`; return whether it was reached."""
     left = number
 
     def trace(frame: Any, event: str, _: Any) -> Any:
@@ -176,5 +176,5 @@ assert (run(team()), run(other)) == expected
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux")
-def test_forked_process_has_threads_of_its_own() -> None:
+def test_forked_process_starts_its_own_threads() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS], check=True, timeout=60)

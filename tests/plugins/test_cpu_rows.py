@@ -20,7 +20,7 @@ TOLERANCE = 64 * np.finfo(np.float32).eps
 
 @dataclass
 class Drawn:
-    """A step's rows, drawn: sizes, parts, masks and slots independently of each other."""
+    """A random step: sizes, parts, masks and slots are drawn independently."""
 
     queries: mx.array
     reads: list[RowsRead]
@@ -72,7 +72,7 @@ def drawn(seed: int) -> Drawn:
 
 
 def expected(step: Drawn) -> Any:
-    """Read column by column, one row and head at a time, in float64."""
+    """Attend column by column, one row and head at a time, in float64."""
     queries = np.asarray(step.queries).astype(np.float64)
     b, heads, width, _ = queries.shape
     kv_heads = step.tails.keys.shape[1]
@@ -108,7 +108,7 @@ def attended(step: Drawn, lanes: int = 1) -> Any:
 
 @pytest.mark.parametrize("divided_from", [1, 200, 1 << 40])
 @pytest.mark.parametrize("keys_left", [False, True])
-def test_rows_match_float64_reference(
+def test_attention_rows_match_float64_reference(
     divided_from: int, keys_left: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_rows, "DIVIDED_FROM", divided_from)

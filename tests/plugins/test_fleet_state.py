@@ -20,7 +20,7 @@ def calls() -> list[tuple[str, bool]]:
 
 @pytest.fixture
 def state(calls: list[tuple[str, bool]]) -> FleetState:
-    """Two replicas, a try at each, and one that no replica has taken."""
+    """Return a state with two replicas, an attempt on each, and an unassigned attempt."""
     state = FleetState()
     state.there({"a": "", "b": ""})
     for name in ("at a", "at b", "nowhere"):
@@ -53,7 +53,7 @@ def test_recovered_replica_is_readmitted(state: FleetState) -> None:
     assert (state.ejected, state.ejections) == (1, 2)
 
 
-def test_started_attempts_are_notified_once_replica_is_replaced(
+def test_attempts_are_notified_once_replica_is_replaced(
     state: FleetState, calls: list[tuple[str, bool]]
 ) -> None:
     state.eject("a")
@@ -86,7 +86,7 @@ def test_finished_attempt_is_not_notified(state: FleetState, calls: list[tuple[s
         ("127.0.0.1:6379", True, "disabled", "disabled"),
     ],
 )
-def test_token_is_passed_to_running_ray(
+def test_auth_token_is_passed_to_running_ray(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     address: str | None,

@@ -24,7 +24,7 @@ time.sleep({SOON})
 
 @pytest.fixture
 def watched() -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
-    """A process, and its watcher."""
+    """Return a process and its watcher."""
     process = subprocess.Popen([sys.executable, "-c", WATCHED], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -34,7 +34,7 @@ def watched() -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
         process.communicate()
 
 
-def test_a_process_that_is_stopped_is_killed(
+def test_stopped_process_is_killed(
     watched: tuple[subprocess.Popen[str], psutil.Process],
 ) -> None:
     process, watcher = watched
@@ -45,7 +45,7 @@ def test_a_process_that_is_stopped_is_killed(
     assert not psutil.wait_procs([watcher], SOON)[1]
 
 
-def test_a_watcher_ends_with_its_process(
+def test_watcher_ends_with_its_process(
     watched: tuple[subprocess.Popen[str], psutil.Process],
 ) -> None:
     process, watcher = watched

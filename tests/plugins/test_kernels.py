@@ -290,21 +290,21 @@ def noticed(program: Program, shapes: list[Shape], change: int) -> bool:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_kernel_mutants_are_detected(mutants: Program, name: str) -> None:
+def test_check_detects_kernel_mutants(mutants: Program, name: str) -> None:
     assert noticed(mutants, MUTATED, 1 + list(MUTANTS).index(name))
 
 
 @pytest.mark.parametrize("name", MUTANTS_OF_LOADS)
-def test_loader_mutants_are_detected(mutants_of_loads: Program, name: str) -> None:
+def test_check_detects_loader_mutants(mutants_of_loads: Program, name: str) -> None:
     assert noticed(mutants_of_loads, CODED, 1 + list(MUTANTS_OF_LOADS).index(name))
 
 
-def test_unchanged_kernels_pass(mutants: Program, mutants_of_loads: Program) -> None:
+def test_check_accepts_unchanged_kernels(mutants: Program, mutants_of_loads: Program) -> None:
     assert not noticed(mutants, MUTATED, 0)
     assert not noticed(mutants_of_loads, CODED, 0)
 
 
-def test_mutants_change_existing_source() -> None:
+def test_mutations_match_existing_source() -> None:
     recorder = Recorder()
     for shape in (*MUTATED, *CODED):
         Step.random(shape).attend(recorder)

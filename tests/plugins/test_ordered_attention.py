@@ -43,7 +43,7 @@ def whole(window: AttentionWindow = ALL, soft_cap: float = 0.0) -> np.ndarray:
 def step_over(
     cuts: list[list[int]], ends: list[int], width: int, window: AttentionWindow
 ) -> np.ndarray:
-    """Let rows read their first `ends` columns, cut into spans, then `width` of their own."""
+    """Attend with rows to their first `ends` columns in spans, then `width` new ones."""
     tails = Tails(len(cuts), 16, (LayerShape(KV_HEADS, DIM, VALUE_DIM, mx.float32),))
     tails.ready()
     rows, queries = [], []
@@ -86,7 +86,7 @@ def test_chunks_are_bit_identical_to_whole(soft_cap: float) -> None:
         assert np.array_equal(np.array(mixed), whole(ALL, soft_cap)[:, :, start:stop])
 
 
-def test_window_needs_no_earlier_columns() -> None:
+def test_windowed_result_is_independent_of_earlier_columns() -> None:
     for start, stop, first in ((40, 41, 21), (33, 75, 14), (30, 40, 3), (140, 275, 121)):
         sides = (side[:, :, first:stop] for side in (KEYS, VALUES))
         mixed = attend_buffer(QUERIES[:, :, start:stop], *sides, SCALE, first=first, window=NEAR)
@@ -112,7 +112,7 @@ def test_check_detects_other_summation_order() -> None:
     assert not np.array_equal(np.array(theirs), whole())
 
 
-def test_rows_that_divide_blocks_are_bit_identical_to_others(
+def test_result_is_bit_identical_for_any_number_of_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Threads divide the blocks of few rows; many rows, or one thread, take them in order."""
@@ -123,7 +123,7 @@ def test_rows_that_divide_blocks_are_bit_identical_to_others(
     assert np.array_equal(np.array(attend_buffer(*row, SCALE)), np.array(divided))
 
 
-def test_long_rows_take_several_waves() -> None:
+def test_long_rows_match_reference_and_whole_chunk() -> None:
     columns = (2 * BLOCKS_OF_WAVE + 1) * BLOCK_TOKENS + 5
     queries = drawn(1, HEADS, 70, DIM)
     keys, values = drawn(1, KV_HEADS, columns, DIM), drawn(1, KV_HEADS, columns, VALUE_DIM)
@@ -136,7 +136,7 @@ def test_long_rows_take_several_waves() -> None:
 
 
 @pytest.mark.parametrize("side", [0, 1, 2])
-def test_invalid_numbers_reach_the_result(side: int) -> None:
+def test_nan_propagates_to_rows_that_attend_it(side: int) -> None:
     arrays = [np.array(x) for x in (QUERIES, KEYS, VALUES)]
     arrays[side][0, 0, 150, 3] = np.nan
     mixed = attend_buffer(*map(mx.array, arrays), SCALE)
@@ -147,7 +147,7 @@ def test_invalid_numbers_reach_the_result(side: int) -> None:
     assert seen[151:].all() == (side > 0)
 
 
-def test_dropped_tokens_between_kept_and_near_ones_are_not_needed() -> None:
+def test_tokens_between_keep_and_window_are_not_needed() -> None:
     window, layer = KEEPING[0], (KEYS, VALUES)
     spans = []
     for start, stop in ((0, 10), (225, 255)):
@@ -163,7 +163,7 @@ def test_dropped_tokens_between_kept_and_near_ones_are_not_needed() -> None:
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (48, 80)])
-def test_float16_is_read_as_the_same_float32(dims: tuple[int, int]) -> None:
+def test_float16_input_matches_same_values_in_float32(dims: tuple[int, int]) -> None:
     queries = drawn(1, HEADS, 150, dims[0])
     sides = [drawn(1, KV_HEADS, 150, dim).astype(mx.float16) for dim in dims]
     subnormal, largest = 3e-6, 65_504.0

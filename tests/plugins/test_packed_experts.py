@@ -44,7 +44,7 @@ def test_experts_match_mlx(bits: int, mode: str, bias: bool) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 40])
-def test_whole_layer_of_experts_matches_mlx(tokens: int) -> None:
+def test_mixture_of_experts_layer_matches_mlx(tokens: int) -> None:
     """From 64 choices on, MLX sorts the rows by their experts."""
     mx.random.seed(1)
     layer = SwitchGLU(WIDTH, HIDDEN, EXPERTS)
@@ -67,7 +67,7 @@ def test_rows_of_experts_are_bit_identical_in_any_batch() -> None:
         assert np.array_equal(packed(x[:, part], indices[:, part]), together[:, part])
 
 
-def test_experts_have_identity_and_rows_that_count() -> None:
+def test_experts_have_fingerprint_and_row_bytes() -> None:
     layer = experts(4, "affine", bias=True)
     packed = packed_experts(layer, exact=False)
     assert repr(packed_experts(layer, exact=False)) == repr(packed)
@@ -77,7 +77,7 @@ def test_experts_have_identity_and_rows_that_count() -> None:
     assert packed.packed_row_bytes == EXPERTS * of_product
 
 
-def test_no_rows_give_no_rows_of_experts() -> None:
+def test_experts_accept_zero_rows() -> None:
     packed = packed_experts(experts(4, "affine", bias=False), exact=False)
     none = packed(mx.zeros((1, 0, 1, 1, WIDTH)), mx.zeros((1, 0, 2), mx.uint32))
     assert none.shape == (1, 0, 2, 1, HIDDEN)

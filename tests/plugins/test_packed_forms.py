@@ -1,4 +1,4 @@
-"""Forms of GGUF files and of MLX folders as packed matrices, against the numbers they stand for."""
+"""Quantizations of GGUF and MLX as packed matrices, compared with the values they encode."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORM = {form.name: form for form in FORMS.values()}
 
 
 def relative(off: Any, expected: Any) -> float:
-    """Return the root mean square of an error, as a share of that of what is expected."""
+    """Return the root mean square of an error relative to the expected values."""
     return float(np.sqrt((off**2).mean() / (expected**2).mean()))
 
 
@@ -57,7 +57,7 @@ def errors(matrix: PackedMatrix, weights: Any) -> tuple[float, float]:
         ("Q2_K", 4, 2, 8e-2),
     ],
 )
-def test_gguf_forms_match_the_package_gguf(
+def test_gguf_quantizations_match_gguf_package(
     form: str, bits: int, scale_bytes: int, most: float, tmp_path: Path
 ) -> None:
     raw = random_blocks(form, ROWS, COLUMNS)
@@ -68,7 +68,6 @@ def test_gguf_forms_match_the_package_gguf(
     layer = nn.Linear(COLUMNS, ROWS, bias=False).to_quantized(group_size=32, bits=codes.bits)
     layer.weight, layer.scales, layer.biases = codes.weight, codes.scales, codes.biases
     matrix = packed_matrix(layer)
-    assert matrix is not None
     assert (matrix.bits, matrix.scale_bytes) == (bits, scale_bytes)
     zeros = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128}
     assert matrix.zero == zeros.get(form, 0)
@@ -86,7 +85,6 @@ def test_mlx_codes_match_mlx(bits: int, stored: int, group: int) -> None:
     mx.random.seed(0)
     layer = nn.Linear(COLUMNS, ROWS, bias=False).to_quantized(group_size=group, bits=bits)
     matrix = packed_matrix(layer)
-    assert matrix is not None
     assert matrix.bits == stored
     sides = 1 if matrix.zero else 2  # evenly drawn numbers can have the same zero in all groups
     scale_bytes = sides * 4 * 48 * COLUMNS // group
@@ -96,14 +94,13 @@ def test_mlx_codes_match_mlx(bits: int, stored: int, group: int) -> None:
     assert max(of_rows, of_products) < 1e-6
 
 
-def test_floats_of_4_bits_match_mlx() -> None:
+def test_mxfp4_products_match_mlx() -> None:
     mx.random.seed(0)
     numbers = mx.random.normal((ROWS, COLUMNS)) * 2.0 ** mx.random.randint(-9, 9, (ROWS, 1))
     layer = nn.Linear(COLUMNS, ROWS, bias=False)
     layer.weight = numbers
     layer = layer.to_quantized(group_size=32, bits=4, mode="mxfp4")
     matrix = packed_matrix(layer)
-    assert matrix is not None
     assert matrix.tiles.nbytes == 48 * COLUMNS * 9 // 16, "4 bits, and 16 for a scale of 32"
     weights = np.asarray(mx.dequantize(layer.weight, layer.scales, mode="mxfp4", dtype=mx.float32))
     assert len(np.unique(np.abs(weights[0] / np.abs(weights[0]).max()))) > 7

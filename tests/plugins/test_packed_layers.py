@@ -78,14 +78,14 @@ TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [2, 7, 1, 8, 2, 8, 1, 8
 
 
 def folder(path: Path, name: str, bits: int, *, mixed: bool = False, mode: str = "affine") -> Path:
-    """Save a random model in codes, with the embedded model's tokenizer."""
+    """Save a random quantized model with the embedded model's tokenizer."""
     sizes = EXPERTS if name == "qwen3_moe" else FAMILIES[name]
     config = {**BASE, **sizes, "model_type": name, "vocab_size": 512}
     mx.random.seed(3)
     model = build(config)
 
     def spread(path: str, weights: mx.array) -> mx.array:
-        """Let biases and norms do something, and codes have an offset."""
+        """Randomize biases, norms and quantization offsets."""
         return weights + (0.1 * mx.random.normal(weights.shape) if weights.ndim == 1 else 0.02)
 
     model.update(tree_map_with_path(spread, model.parameters()))
@@ -125,7 +125,7 @@ def test_packed_layers_match_mlx_lm(name: str, bits: int, mixed: bool, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma3_text"])
-def test_floats_of_4_bits_are_multiplied_directly(
+def test_mxfp4_weights_are_multiplied_without_dequantizing(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = folder(tmp_path, name, 4, mode="mxfp4")
@@ -141,7 +141,9 @@ def test_floats_of_4_bits_are_multiplied_directly(
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3moe", "gemma3"])
 @pytest.mark.parametrize("form", ["Q8_0", "Q4_0", "Q4_1"])
-def test_gguf_codes_are_multiplied_directly(name: str, form: str, tmp_path: Path) -> None:
+def test_gguf_weights_are_multiplied_without_dequantizing(
+    name: str, form: str, tmp_path: Path
+) -> None:
     model, config = small_model(name)
     file = tmp_path / "small.gguf"
     write_model(file, name, model, config, form)
@@ -156,7 +158,7 @@ def test_gguf_codes_are_multiplied_directly(name: str, form: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_layers_whose_heads_do_not_fill_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_smaller_than_tiles_match_mlx(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys have 8 rows; one thread and two give the same bits, and a NaN stays in its row."""
     sizes = {"torch_dtype": "float32", "hidden_size": 96, "intermediate_size": 160, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 1}
@@ -181,7 +183,7 @@ def test_layers_whose_heads_do_not_fill_tiles(name: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("missing", ["q_norm", "k_norm"])
-def test_norm_of_queries_or_keys_alone_is_computed(missing: str) -> None:
+def test_layer_may_normalize_only_queries_or_keys(missing: str) -> None:
     config = {**BASE, **FAMILIES["qwen3"], "model_type": "qwen3", "vocab_size": 512}
     layer = build(config).layers[0]
     nn.quantize(layer, group_size=32, bits=8)
@@ -234,7 +236,7 @@ def test_plan_matches_packed_weights(
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "granite"])
-def test_fingerprint_covers_all_that_packed_layers_compute_with(name: str, tmp_path: Path) -> None:
+def test_fingerprint_covers_all_packed_weights_and_settings(name: str, tmp_path: Path) -> None:
     source = folder(tmp_path, name, 4)
     quantization = {"group_size": 32, "bits": 4}
     weights: Any = mx.load(str(source / "model.safetensors"))
@@ -276,7 +278,7 @@ def test_plan_matches_packed_experts_of_a_folder(
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "qwen3_moe", "long keys"])
-def test_plan_knows_the_kv_bytes_of_packed_models(
+def test_plan_matches_kv_bytes_of_packed_models(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name == "long keys":  # 24 numbers are not whole vectors
@@ -300,7 +302,7 @@ def test_plan_knows_the_kv_bytes_of_packed_models(
             assert shape.dtype.size == nbytes
 
 
-def test_kv_of_other_settings_is_as_computed(tmp_path: Path) -> None:
+def test_kv_is_float32_with_codec_or_spilling(tmp_path: Path) -> None:
     model = load_all(folder(tmp_path, "llama", 4)).model
     others: list[dict[str, Any]] = [
         {"kv_cache_quantization": "turbo4"},
@@ -321,7 +323,7 @@ def test_kv_of_other_settings_is_as_computed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 @pytest.mark.parametrize("attend", [None, 128])
-def test_float16_kv_moves_logits_by_little(name: str, attend: int | None, tmp_path: Path) -> None:
+def test_float16_kv_changes_logits_little(name: str, attend: int | None, tmp_path: Path) -> None:
     source, ends = folder(tmp_path, name, 4), []
     for dtype in ("packed", "packed-exact"):
         model = load_all(source, weights_dtype=dtype).model  # type: ignore[arg-type]
@@ -391,7 +393,7 @@ def test_auto_uses_float32_without_numba(tmp_path: Path, monkeypatch: pytest.Mon
     assert str(loaded.weights_note).startswith("float32")
 
 
-def test_activations_outside_mlx_count_in_step_bytes(tmp_path: Path) -> None:
+def test_step_bytes_include_activations_outside_mlx(tmp_path: Path) -> None:
     model = load_all(folder(tmp_path, "llama", 4), weights_dtype="packed").model
     row = 2 * 4 * ((4 + 2 + 2) * 16 + 64 + 2 * 96 + 64)  # q, k, v | o, gate, up, down
     assert outside_row_bytes(model) == row
@@ -427,7 +429,7 @@ SCORED = {
 
 
 def scored(core: Core, *prompts: list[int]) -> list[list[tuple[Any, ...]]]:
-    """Return the tokens of answers asked together, with log-probabilities to the last bit."""
+    """Return the tokens of concurrent answers, with exact log-probabilities."""
     handles = [core.submit(Request(prompt=tuple(prompt), **SCORED)) for prompt in prompts]
     settle(core)
     choices = [handle.result(0.0)[0] for handle in handles]
@@ -436,7 +438,7 @@ def scored(core: Core, *prompts: list[int]) -> list[list[tuple[Any, ...]]]:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3_text", "granite", "phi3"])
 @pytest.mark.parametrize("dtype", ["packed", "packed-exact"])
-def test_logits_are_bit_identical_in_any_batch_chunk_and_cache_state(
+def test_logits_are_invariant_to_batch_chunk_and_cache(
     name: str, dtype: Any, tmp_path: Path
 ) -> None:
     model = load_all(folder(tmp_path, name, 4), weights_dtype=dtype).model
@@ -465,7 +467,7 @@ def test_logits_are_bit_identical_in_any_batch_chunk_and_cache_state(
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3", "granite", "phi3"])
-def test_logits_are_bit_identical_with_a_choice_of_all_and_behind_dropped_tokens(
+def test_logits_are_bit_identical_with_full_budget_and_after_eviction(
     name: str, tmp_path: Path
 ) -> None:
     model = load_all(folder(tmp_path, name, 4)).model
@@ -482,7 +484,7 @@ def test_logits_are_bit_identical_with_a_choice_of_all_and_behind_dropped_tokens
     assert dropped[0][0] != ends[0][0]
 
 
-def test_loading_other_weights_imports_no_library_of_packed_ones() -> None:
+def test_loading_unpacked_weights_does_not_import_numba() -> None:
     program = (
         "import sys, penstock\n"
         "from penstock.recall import MODEL_PATH\n"

@@ -23,11 +23,13 @@ from penstock.plugins.cpu.layer_loops import (
     round_loop,
 )
 from penstock.plugins.cpu.packed_products import (
+    GROUPS,
     CodeRows,
     PackedEmbedding,
     PackedLinear,
     PackedMatrix,
     Product,
+    can_multiply,
     packed_matrix,
 )
 
@@ -58,15 +60,87 @@ def packed(layer: nn.Module, *, exact: bool) -> PackedLinear:
 
 
 def matrix_of(layer: nn.Module) -> PackedMatrix:
-    matrix = packed_matrix(layer)
-    assert matrix is not None
-    return matrix
+    assert can_multiply(layer)
+    return packed_matrix(layer)
 
 
 def error(products: mx.array, expected: mx.array) -> float:
-    """Return the root mean square of the difference, as a share of that of what is expected."""
+    """Return the root mean square of the difference relative to the expected values."""
     difference = products - expected
     return float(mx.sqrt((difference * difference).mean() / (expected * expected).mean()))
+
+
+def tiles_by_numpy(matrix: PackedMatrix, layer: nn.Module) -> np.ndarray[Any, Any]:
+    """Return the tiles of a module's codes, computed by operations on whole arrays."""
+    groups, count = matrix.tiles.shape[1], len(matrix.tiles)
+    rows, padding = matrix.rows, count * 16 - matrix.rows
+    if layer.mode == "mxfp4":
+        stream = np.asarray(layer.weight).view(np.uint8)
+        codes = np.stack([stream & 15, stream >> 4], axis=-1).reshape(rows, -1)
+        scales = np.exp2(np.asarray(layer.scales).astype(np.float32) - 128)
+        sides = [scales, -12 * scales]
+    else:
+        ones = mx.ones((rows, matrix.columns // 32))
+        numbers = mx.dequantize(layer.weight, ones, 0 * ones, group_size=32, bits=layer.bits)
+        codes = np.asarray(numbers).astype(np.uint8)
+        sides = [np.asarray(layer[name]) for name in ("scales", "biases")]
+    parts = []
+    for side in sides[: 1 if matrix.zero else 2]:
+        numbers = np.pad(side.astype(f"f{matrix.scale_bytes}"), ((0, padding), (0, 0)))
+        by_tile = numbers.reshape(count, 16, groups).swapaxes(1, 2)
+        parts.append(np.ascontiguousarray(by_tile).view(np.uint8))
+    by_block = np.pad(codes, ((0, padding), (0, 0)))
+    by_block = by_block.reshape(count, 16, groups, matrix.per_scale, 8, 4)
+    words = by_block
+    if matrix.bits < 8:
+        words = by_block[..., ::2, :] & 15 | by_block[..., 1::2, :] << 4
+    if matrix.bits in (5, 6):
+        more = matrix.bits - 4
+        high = by_block.reshape(*by_block.shape[:4], more, 8 // more, 4) >> 4
+        shifted = high << np.arange(0, 8, more, dtype=np.uint8)[:, None]
+        words = np.concatenate([words, np.bitwise_or.reduce(shifted, axis=-2)], axis=-2)
+    stored = words.transpose(0, 2, 3, 4, 1, 5).reshape(count, groups, -1)
+    return np.concatenate([*parts, stored], axis=-1)
+
+
+def coded_layers(bits: int, group: int) -> list[nn.Module]:
+    """Return modules of the same codes: scales in float32 and float16, and offsets that follow."""
+    layers = [linear(768, 55, bits, min(group, 128)) for _ in range(3)]
+    for number, layer in enumerate(layers):
+        if group == 256:  # none of MLX's own forms is as wide
+            layer.scales, layer.biases, layer.group_size = (
+                layer.scales[:, ::2],
+                layer.biases[:, ::2],
+                256,
+            )
+        layer.biases[0, 0] += 1  # else all may have one zero
+        if number:
+            layer.scales, layer.biases = (
+                layer[name].astype(mx.float16) for name in ("scales", "biases")
+            )
+    layers[2].biases = -(2 ** (bits - 1)) * layers[2].scales
+    return layers
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8, "mxfp4"])
+def test_tiles_are_bit_identical_to_numpy_packing(
+    bits: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one thread and two, of groups of all sizes, with a tile that is not filled."""
+    if bits == "mxfp4":
+        layers = [float4_linear(768, 55), float4_linear(768, 1)]
+    else:
+        layers = [layer for group in GROUPS for layer in coded_layers(bits, group)]
+    kinds = []
+    for layer in layers:
+        matrix = matrix_of(layer)
+        kinds.append((matrix.scale_bytes, matrix.zero > 0))
+        assert np.array_equal(matrix.tiles, tiles_by_numpy(matrix, layer))
+        with monkeypatch.context() as patch:
+            patch.setattr(team(), "threads", 1)
+            assert np.array_equal(matrix_of(layer).tiles, matrix.tiles)
+    if bits != "mxfp4":
+        assert kinds == [(4, False), (2, False), (2, True)] * len(GROUPS)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
@@ -81,7 +155,7 @@ def test_products_match_mlx(bits: int, group: int, exact: bool) -> None:
         assert off > 3e-6, "rows were not rounded"
 
 
-def test_half_precision_codes_become_float32() -> None:
+def test_products_of_float16_scales_are_float32() -> None:
     layer = linear(128, 64, 4, 64)
     layer.scales, layer.biases = (layer[x].astype(mx.float16) for x in ("scales", "biases"))
     x = mx.random.normal((3, 128)).astype(mx.float16)
@@ -109,7 +183,7 @@ def test_rows_are_bit_identical_in_any_batch(bits: int, group: int, exact: bool)
 @pytest.mark.parametrize("bits", [4, 5, 6, 8, "mxfp4"])
 @pytest.mark.parametrize("scales", ["float16", "float32"])
 @pytest.mark.parametrize("exact", [False, True])
-def test_products_are_bit_identical_with_any_instructions(
+def test_products_are_bit_identical_on_any_instruction_set(
     bits: Any, scales: str, exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = float4_linear(256, 48) if bits == "mxfp4" else linear(256, 48, bits, 64)
@@ -136,9 +210,7 @@ def test_products_are_bit_identical_with_any_instructions(
 @pytest.mark.parametrize("bits", [3, 4, 5, 6, 8])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
 @pytest.mark.parametrize("exact", [False, True])
-def test_offsets_that_follow_from_scales_are_not_stored(
-    bits: int, dtype: mx.Dtype, exact: bool
-) -> None:
+def test_offsets_implied_by_scales_are_not_stored(bits: int, dtype: mx.Dtype, exact: bool) -> None:
     """As in Q4_0, where a code of 8 is zero: the same bits, from fewer bytes."""
     layer = linear(256, 72, bits, 32)
     layer.scales = layer.scales.astype(dtype)
@@ -158,7 +230,7 @@ def test_offsets_that_follow_from_scales_are_not_stored(
     assert matrix_of(layer).zero == 0, "one offset does not follow"
 
 
-def test_arm_dot_products_compile_to_sdot_and_tbl() -> None:
+def test_arm_products_compile_to_sdot_and_tbl() -> None:
     """Arm's `sdot` and `tbl` cannot run here: their machine code is looked at."""
     llvm = pytest.importorskip("llvmlite.binding")
     from llvmlite import ir
@@ -184,7 +256,7 @@ def test_arm_dot_products_compile_to_sdot_and_tbl() -> None:
     assert assembly(tile_products._LOOKUPS["neon"], 1).count("tbl\t") == 4
 
 
-def test_products_of_zero_and_extreme_rows() -> None:
+def test_products_of_zero_and_extreme_rows_match_mlx() -> None:
     layer = linear(64, 32, 4, 32)
     x = mx.zeros((3, 64))
     x[1, :32] = 1e30
@@ -197,7 +269,7 @@ def test_products_of_zero_and_extreme_rows() -> None:
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("exact", [False, True])
-def test_row_that_is_not_finite_has_products_that_are_not(number: float, exact: bool) -> None:
+def test_non_finite_row_gives_nan_only_in_its_products(number: float, exact: bool) -> None:
     product = Product(matrix_of(linear(128, 48, 4, 32)), None, exact=exact)
     x = np.random.default_rng(0).standard_normal((5, 128), np.float32)
     expected = product(x)
@@ -245,7 +317,7 @@ def test_rounding_matches_reference_to_the_bit(digits: int) -> None:
 
 @pytest.mark.parametrize("bits", [4, 5, 6, 8, "mxfp4"])
 @pytest.mark.parametrize(("columns", "rows"), [(32, 1), (96, 37), (288, 16)])
-def test_bits_do_not_depend_on_threads(
+def test_products_are_bit_identical_for_any_number_of_threads(
     bits: Any, columns: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 1 to 40 rows; tiles and the columns of a group are not filled, or fewer than threads."""
@@ -291,7 +363,7 @@ def test_packed_embedding_matches_mlx(bits: int, group: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_no_rows_give_no_rows(bits: int) -> None:
+def test_products_accept_zero_rows(bits: int) -> None:
     assert packed(linear(64, 48, bits, 32), exact=False)(mx.zeros((2, 0, 64))).shape == (2, 0, 48)
     embedding = nn.QuantizedEmbedding(48, 64, group_size=32, bits=bits)
     both = PackedEmbedding(matrix_of(embedding), exact=False)
@@ -299,7 +371,7 @@ def test_no_rows_give_no_rows(bits: int) -> None:
     assert both.as_linear(mx.zeros((0, 64))).shape == (0, 48)
 
 
-def test_product_of_no_rows_writes_nothing() -> None:
+def test_product_of_zero_rows_writes_nothing() -> None:
     matrix = matrix_of(linear(64, 48, 4, 32))
     space = np.full(1000, 7.0, np.float32)
     entries = {PartTable.DIGITS: 2, PartTable.WIDTH: 64, PartTable.STRIDE: 48}
@@ -312,7 +384,7 @@ def test_product_of_no_rows_writes_nothing() -> None:
     assert (space == 7).all()
 
 
-def test_product_refuses_arrays_that_its_loops_would_misread() -> None:
+def test_product_refuses_wrong_shape_dtype_or_strides() -> None:
     matrix = matrix_of(linear(64, 48, 4, 32))
     product = Product(matrix, None, exact=False)
     x = np.zeros((3, 64), np.float32)
@@ -326,7 +398,7 @@ def test_product_refuses_arrays_that_its_loops_would_misread() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_embeddings_copy_only_the_rows_of_tokens(bits: int) -> None:
+def test_embedding_dequantizes_only_rows_of_tokens(bits: int) -> None:
     """All rows of a tile would take 16 times the codes."""
     embedding = nn.QuantizedEmbedding(1600, 256, group_size=32, bits=bits)
     both = PackedEmbedding(matrix_of(embedding), exact=False)
@@ -337,7 +409,7 @@ def test_embeddings_copy_only_the_rows_of_tokens(bits: int) -> None:
     assert max(peak, 2 * floats) <= 400 * both.packed_row_bytes, "a copy becomes an MLX array"
 
 
-def test_rows_of_a_product_are_counted() -> None:
+def test_packed_row_bytes_match_peak_memory() -> None:
     layer = packed(linear(2048, 64, 4, 32), exact=True)
     x = np.ones((100, 2048), np.float32)
     layer._product(x[:1])  # compiles
@@ -346,7 +418,7 @@ def test_rows_of_a_product_are_counted() -> None:
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """Return the most bytes that a function has allocated with NumPy."""
+    """Return the peak of bytes that a function allocates with NumPy."""
     tracemalloc.start()
     run()
     peak = tracemalloc.get_traced_memory()[1]
@@ -354,7 +426,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return peak
 
 
-def test_weights_have_identity_and_size() -> None:
+def test_packed_weights_have_fingerprint_and_nbytes() -> None:
     one = packed(linear(128, 64, 4, 32), exact=False)
     assert repr(packed(linear(128, 64, 4, 32), exact=False)) == repr(one)
     biased = linear(128, 64, 4, 32, bias=True)
@@ -379,13 +451,15 @@ def zero_matrix(rows: int, bits: int, group: int) -> PackedMatrix:
 
 
 @pytest.mark.parametrize(("rows", "bits", "group"), [(63, 4, 32), (64, 8, 32), (64, 4, 64)])
-def test_matrices_of_another_form_have_another_digest(rows: int, bits: int, group: int) -> None:
+def test_matrices_of_different_shape_have_different_digest(
+    rows: int, bits: int, group: int
+) -> None:
     """A row of zeros more fills the same tile."""
     assert zero_matrix(rows, bits, group).digest != zero_matrix(64, 4, 32).digest
 
 
 def test_unsupported_layers_are_unchanged() -> None:
-    assert packed_matrix(nn.Linear(64, 64)) is None
+    assert not can_multiply(nn.Linear(64, 64))
     for mode, bits, group in (("mxfp8", 8, 32), ("nvfp4", 4, 16)):
         layer = nn.Linear(64, 64, bias=False).to_quantized(group_size=group, bits=bits, mode=mode)
-        assert packed_matrix(layer) is None
+        assert not can_multiply(layer)

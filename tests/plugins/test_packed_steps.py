@@ -1,4 +1,4 @@
-"""Steps and chunks through all packed layers in one job: the same bits as layer by layer."""
+"""Steps and chunks through all packed layers in one job are bit-identical to layer by layer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def packed(name: str, **changes: Any) -> Any:
 
 
 def apart(model: Any) -> Any:
-    """Let each layer compute by itself."""
+    """Return the model with layers that compute separately."""
     for layer in model.layers:
         layer._together = None
     return model
@@ -109,7 +109,7 @@ def computed(
     dtype: mx.Dtype = mx.float32,
     odd: int | None = None,
 ) -> tuple[mx.array, list[mx.array]]:
-    """Return logits, and the tails behind the step."""
+    """Return the logits, and the tails after the step."""
     step = step_of(model, width, rows, dtype, odd)
     tokens = mx.array([[7 * row + n for n in range(width)] for row in rows])
     layer_seams.attach(model)
@@ -125,7 +125,7 @@ def windows_of(model: Any) -> list[AttentionWindow]:
 
 
 def count_jobs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Note each job's function."""
+    """Record each job's function."""
     jobs: list[int] = []
     run = Team.run
 
@@ -140,7 +140,7 @@ def count_jobs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("width", "rows"), [(1, [1]), (1, [0, 1, 2]), (3, [2, 1])])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_layers_together_are_bit_identical_to_one_by_one(
+def test_fused_layers_are_bit_identical_to_separate_ones(
     name: str, width: int, rows: list[int], dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = packed(name)
@@ -155,7 +155,7 @@ def test_layers_together_are_bit_identical_to_one_by_one(
 
 
 @pytest.mark.parametrize("odd", range(4))
-def test_layers_before_one_of_another_dtype_are_computed_together(
+def test_layers_before_one_of_other_dtype_are_fused(
     odd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = packed("llama", num_hidden_layers=4)
@@ -167,7 +167,7 @@ def test_layers_before_one_of_another_dtype_are_computed_together(
     assert mx.array_equal(logits, expected)
 
 
-def test_layers_with_kept_columns_are_computed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windowed_layers_with_keep_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = packed("llama")
     windows = [AttentionWindow(20, keep=4), *windows_of(model)[1:]]
     jobs = count_jobs(monkeypatch)
@@ -179,7 +179,7 @@ def test_layers_with_kept_columns_are_computed_together(monkeypatch: pytest.Monk
     assert not mx.array_equal(logits, others)
 
 
-def test_one_thread_computes_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_thread_gives_bit_identical_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     model = packed("llama")
     expected, _ = computed(model, 1, [0, 1, 2], windows_of(model))
     monkeypatch.setattr(team(), "threads", 1)
@@ -187,7 +187,7 @@ def test_one_thread_computes_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> N
     assert mx.array_equal(logits, expected)
 
 
-def test_layers_compute_by_themselves_beside_one_in_float32(
+def test_layers_are_not_fused_if_one_has_float32_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mx.random.seed(3)
@@ -224,7 +224,7 @@ def chunk_of(
     squares: bool = False,
     dtype: mx.Dtype | None = None,
 ) -> tuple[mx.array, list[mx.array]]:
-    """Return logits of a chunk behind the spans of a row, and the keys and values it keeps."""
+    """Return a chunk's logits after the spans of a row, and the KV it keeps."""
     parts = step_of(model, 1, [row], dtype or mx.float32).rows[0].parts
     position, plans = CUTS[row][-1] if parts else 0, {}  # type: ignore[var-annotated]
     final = len(windows) - 1 if last else -1
@@ -249,7 +249,7 @@ def chunk_of(
 @pytest.mark.parametrize("row", [0, 1])
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_chunk_is_computed_in_one_job_with_the_same_bits(
+def test_chunk_in_one_job_is_bit_identical_to_layer_by_layer(
     name: str, row: int, last: bool, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = packed(name)
@@ -265,7 +265,7 @@ def test_chunk_is_computed_in_one_job_with_the_same_bits(
 
 
 @pytest.mark.parametrize("window", [AttentionWindow(20), AttentionWindow(20, keep=4)])
-def test_chunk_within_windows_has_the_same_bits(window: AttentionWindow) -> None:
+def test_windowed_chunk_is_bit_identical_to_layer_by_layer(window: AttentionWindow) -> None:
     model = packed("llama")
     windows = [window, *windows_of(model)[1:]]
     logits, sides = chunk_of(model, windows)
@@ -274,21 +274,21 @@ def test_chunk_within_windows_has_the_same_bits(window: AttentionWindow) -> None
     assert all(map(mx.array_equal, sides, expected_sides))
 
 
-def test_chunk_for_calibration_is_computed_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibration_chunk_is_computed_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     model = packed("llama")
     jobs = count_jobs(monkeypatch)
     chunk_of(model, windows_of(model), squares=True)
     assert len(jobs) == 3 * len(model.layers) + 1
 
 
-def test_check_detects_chunk_behind_other_spans() -> None:
+def test_check_detects_chunk_after_other_spans() -> None:
     model = packed("llama")
     logits, _ = chunk_of(model, windows_of(model), row=1)
     other, _ = chunk_of(apart(model), windows_of(model), row=2)
     assert not mx.array_equal(logits, other)
 
 
-def test_caches_that_read_a_part_attend_by_themselves() -> None:
+def test_selective_caches_use_their_own_attention() -> None:
     model = packed("llama")
     tokens = mx.array([[5 * n % 60 for n in range(200)]])
     caches: list[Any] = [SelectiveKVCache(512, attend=128) for _ in model.layers]

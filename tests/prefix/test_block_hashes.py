@@ -96,7 +96,7 @@ def test_invalid_sizes_are_refused() -> None:
         hash_blocks([1], 1, b"short")
 
 
-def test_is_hash_of_checks_tokens_and_parent() -> None:
+def test_is_hash_of_depends_on_tokens_parent_and_block_size() -> None:
     tokens = np.arange(8, dtype=np.uint32)
     keys = hash_blocks(tokens, 2, ROOT)
     assert is_hash_of(keys[-1], ROOT, tokens, 4)

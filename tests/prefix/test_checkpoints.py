@@ -1,4 +1,4 @@
-"""Checkpoints on a path: captured once, resumed at the deepest, thinned with distance."""
+"""Checkpoints on a path: captured once, resumed at the last one, sparser with distance."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def made(limit_bytes: int = 1_000_000) -> tuple[Prefixes[Segment], Checkpoints]:
 def grown(
     prefixes: Prefixes[Segment], pin: Pin[Segment], tokens: Sequence[int], *nodes: int
 ) -> None:
-    """Insert nodes of so many blocks behind the pinned path."""
+    """Insert nodes of this number of blocks after the pinned path."""
     for blocks in nodes:
         start = pin.path[-1].end if pin.path else 0
         end = start + blocks * SIZE
@@ -59,7 +59,7 @@ def captured(points: Checkpoints, pin: Pin[Segment], *positions: int, **more: bo
     ]
 
 
-def test_state_is_resumed_only_at_its_boundary() -> None:
+def test_state_is_resumed_only_at_its_own_boundary() -> None:
     prefixes, points = made()
     pin = empty_pin(prefixes)
     grown(prefixes, pin, range(200), 2, 3)
@@ -76,7 +76,7 @@ def test_state_is_resumed_only_at_its_boundary() -> None:
     prefixes.check()
 
 
-def test_recapture_keeps_state_and_marks_turn_end() -> None:
+def test_capturing_again_keeps_state_and_marks_turn_end() -> None:
     prefixes, points = made()
     pin = empty_pin(prefixes)
     grown(prefixes, pin, range(64), 2)
@@ -91,7 +91,7 @@ def test_recapture_keeps_state_and_marks_turn_end() -> None:
     assert pin.path[0].segment.checkpoints[0].turn_end
 
 
-def test_no_capture_without_room_or_with_nan() -> None:
+def test_state_is_not_captured_without_memory_or_with_nan() -> None:
     prefixes, points = made()
     pin = empty_pin(prefixes)
     grown(prefixes, pin, range(64), 2)
@@ -105,7 +105,7 @@ def test_no_capture_without_room_or_with_nan() -> None:
     prefixes.check()
 
 
-def test_turn_end_marks_deepest_earlier_state() -> None:
+def test_turn_end_marks_last_state_before_it() -> None:
     prefixes, points = made()
     pin = empty_pin(prefixes)
     grown(prefixes, pin, range(256), 4, 4)
@@ -149,7 +149,7 @@ def test_states_at_branches_and_turn_ends_are_kept() -> None:
     assert 160 not in places(pin)
 
 
-def test_state_bytes_are_a_share_of_kv_bytes() -> None:
+def test_number_of_states_is_bounded_by_kv_bytes() -> None:
     prefixes, _ = made()
     large = SPAN * TOKEN_BYTES  # a share of 1/4 of 32 spans is 8 states
     points = Checkpoints(prefixes, large)
@@ -178,7 +178,7 @@ def test_path_with_little_kv_keeps_four_states() -> None:
     ("spans_away", "spacing"),
     [(0, 1), (NEAR - 1, 1), (NEAR, 1), (2 * NEAR, 2), (4 * NEAR - 1, 2), (4 * NEAR, 4)],
 )
-def test_checkpoint_spacing(spans_away: int, spacing: int) -> None:
+def test_checkpoint_spacing_grows_with_distance(spans_away: int, spacing: int) -> None:
     assert module._spacing(spans_away * SPAN, SPAN) == spacing * SPAN
     tip = 64 * SPAN
     kept = retained(range(SIZE, tip + 1, SIZE), tip, SPAN)
@@ -189,13 +189,13 @@ def test_checkpoint_spacing(spans_away: int, spacing: int) -> None:
     }
 
 
-def test_checkpoints_after_tip_are_retained() -> None:
+def test_checkpoints_past_current_position_are_retained() -> None:
     assert retained([32, 64, 96, 128], 70, SPAN) == {64, 96, 128}
     assert retained([], 70, SPAN) == set()
     assert retained([96], 70, SPAN) == {96}
 
 
-def test_small_limit_doubles_and_quadruples_spacing() -> None:
+def test_small_limit_widens_checkpoint_spacing() -> None:
     places, tip = range(64, 64 * 65, 64), 64 * 64
 
     def apart(distance: int) -> int:

@@ -15,7 +15,7 @@ from penstock.prefix.policy import COLD
 
 
 def pressed(half_life: float, **more: int) -> HalfLife:
-    """Return a policy of a small cache: a node was evicted right after its use."""
+    """Return the policy of a small cache: a node was evicted right after its use."""
     policy = HalfLife(half_life, **more)
     policy.used(COLD, 0.0)
     policy.forget(b"any", 0.0, 0.0)
@@ -23,14 +23,14 @@ def pressed(half_life: float, **more: int) -> HalfLife:
     return policy
 
 
-def test_heat_is_log_of_decayed_uses() -> None:
+def test_recency_score_is_log_of_decayed_uses() -> None:
     policy, uses, heat = pressed(10.0), [0.0, 3.0, 3.0, 17.0, 40.0], COLD
     for now in uses:
         heat = policy.used(heat, now)
     assert heat == pytest.approx(log2(sum(2 ** (at / 10) for at in uses)))
 
 
-def test_large_times_keep_precision() -> None:
+def test_unix_times_do_not_overflow() -> None:
     """Unix time, for which 2^(t / half life) would overflow."""
     policy, now = pressed(1.0), 1.8e9
     once = policy.used(COLD, now)
@@ -39,7 +39,7 @@ def test_large_times_keep_precision() -> None:
     assert policy.used(once, now + 1) == pytest.approx(now + 1 + log2(1.5), abs=1e-6)
 
 
-def test_worth_is_seconds_saved_per_byte() -> None:
+def test_eviction_value_is_seconds_saved_per_byte() -> None:
     policy = HalfLife(10.0, cost=PrefillCost(2.0, 0.5))
     base = policy.worth(7.0, 0, 10, 100)
     assert base == pytest.approx(7 + log2((2.0 * 10 + 0.5 * 10**2 / 2) / 100))
@@ -49,7 +49,7 @@ def test_worth_is_seconds_saved_per_byte() -> None:
     assert policy.worth(7.0, 0, 10, 0) < inf
 
 
-def test_prefill_costs_are_additive() -> None:
+def test_prefill_cost_is_additive_over_positions() -> None:
     cost = PrefillCost(1.0, 0.01)
     assert cost.seconds(0, 30) == pytest.approx(30 + 0.01 * 30**2 / 2)
     assert cost.seconds(0, 12) + cost.seconds(12, 30) == pytest.approx(cost.seconds(0, 30))
@@ -70,14 +70,14 @@ def test_long_idle_time_reduces_policy_to_lru() -> None:
     assert policy.most_added == 0
 
 
-def test_idle_time_is_slow_moving_average() -> None:
+def test_idle_time_before_eviction_is_a_moving_average() -> None:
     policy = pressed(10.0)
     policy.used(COLD, 20.0)
     policy.forget(b"a", 0.0, 0.0)
     assert policy.most_added == pytest.approx(4 * (1 - 20 / 256 / 20))
 
 
-def test_joined_heat_is_weighted_by_bytes() -> None:
+def test_recency_score_of_merged_nodes_is_weighted_by_bytes() -> None:
     policy = HalfLife()
     assert 2 ** policy.joined(3.0, 100, 5.0, 300) == pytest.approx((8 + 3 * 32) / 4)
     assert policy.joined(COLD, 100, 5.0, 300) == pytest.approx(5 + log2(3 / 4))
@@ -85,7 +85,7 @@ def test_joined_heat_is_weighted_by_bytes() -> None:
     assert policy.joined(3.0, 7, 5.0, 0) == pytest.approx(3.0)
 
 
-def test_evicted_heat_is_recalled_once() -> None:
+def test_recency_of_evicted_node_is_recalled_once() -> None:
     policy = HalfLife(remembered_nodes=2)
     for key, heat in ((b"a", 1.0), (b"b", 2.0), (b"a", 3.0), (b"c", 4.0)):
         policy.forget(key, heat, 0.0)
@@ -98,7 +98,7 @@ def test_evicted_heat_is_recalled_once() -> None:
     assert forgetful.recall(b"a") == COLD
 
 
-def test_history_nbytes_match() -> None:
+def test_history_nbytes_match_measured_memory() -> None:
     gc.collect()
     tracemalloc.start()
     policy = HalfLife(remembered_nodes=5_000)
@@ -115,7 +115,7 @@ def test_invalid_settings_are_refused(wrong: dict[str, float]) -> None:
         HalfLife(**wrong)  # type: ignore[arg-type]
 
 
-def test_queue_returns_minimum_while_worths_change() -> None:
+def test_queue_returns_least_valuable_item_after_changes() -> None:
     draw, queue = random.Random(3), EvictionQueue()
     worths: dict[int, float] = {}
     barred: set[int] = set()
@@ -147,7 +147,7 @@ def test_queue_returns_minimum_while_worths_change() -> None:
         assert len(queue._heap) <= 2 * len(queue._queued) + 65 + step
 
 
-def test_queue_does_not_grow_with_dropped_items() -> None:
+def test_queue_length_is_bounded_when_items_are_dropped() -> None:
     queue = EvictionQueue()
     for item in range(10_000):
         queue.offer(item, -float(item))

@@ -53,7 +53,7 @@ def make(limit_bytes: int = 1_000_000, **settings: Any) -> Prefixes[Text]:
 def commit(
     prefixes: Prefixes[Text], pin: Pin[Text], tokens: Sequence[int], start: int, stop: int
 ) -> InsertResult:
-    """Insert the blocks start..stop-1, paid for as a sequence's own."""
+    """Insert the blocks start..stop-1, charged as a sequence's own."""
     own = tuple(tokens[start * SIZE : stop * SIZE])
     with prefixes.reserve(Kind.TAILS, TOKEN_BYTES * len(own)) as paid:
         committed = prefixes.insert(pin, start, prefixes.block_hashes(tokens), own, Text(own), paid)
@@ -63,7 +63,7 @@ def commit(
 
 
 def put(prefixes: Prefixes[Text], tokens: Sequence[int]) -> Pin[Text]:
-    """Read a prompt and leave it behind, as one more node, pinned."""
+    """Insert a prompt as one more node, and return its pin."""
     match = prefixes.find(tokens)
     pin = prefixes.pin(match)
     if len(tokens) // SIZE > match.tokens // SIZE:
@@ -80,7 +80,7 @@ def spelled(pin: Pin[Text]) -> list[int]:
 # ---- reading and writing
 
 
-def test_committed_blocks_are_found_at_once() -> None:
+def test_committed_blocks_match_immediately() -> None:
     prefixes = make()
     tokens = list(range(20))
     pin = prefixes.pin(prefixes.find(tokens))
@@ -92,7 +92,7 @@ def test_committed_blocks_are_found_at_once() -> None:
     assert prefixes.find(tokens, salt="another tenant").tokens == 0
 
 
-def test_longest_partial_block_is_found_and_accounted() -> None:
+def test_longest_partial_block_matches_and_is_in_ledger() -> None:
     prefixes = make()
     tokens = list(range(11))
     pin = put(prefixes, tokens[:8])
@@ -126,7 +126,7 @@ def test_longest_partial_block_is_found_and_accounted() -> None:
         prefixes.check()
 
 
-def test_partial_block_without_room_is_skipped() -> None:
+def test_partial_block_without_memory_is_not_inserted() -> None:
     prefixes = make(4_000)
     pin = put(prefixes, range(8))
     own = (8, 9)
@@ -141,7 +141,7 @@ def test_partial_block_without_room_is_skipped() -> None:
 
 
 def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count the look-ups of all trees, each as the number of its blocks."""
+    """Record the look-ups of all trees, each as its number of blocks."""
     counted: list[int] = []
     match = PrefixTree.match
 
@@ -178,7 +178,7 @@ def test_lookups_are_cached_until_tree_changes(monkeypatch: pytest.MonkeyPatch) 
     assert before.tokens > prefixes.find(tokens).tokens == 0
 
 
-def test_cached_match_keeps_nothing_alive() -> None:
+def test_cached_match_does_not_retain_segments() -> None:
     prefixes = make()
     tokens = list(range(20))
     put(prefixes, tokens).release()
@@ -212,7 +212,7 @@ def test_block_hashes_continue_from_last_hash() -> None:
     assert [*first, *more] == prefixes.block_hashes(tokens, "tenant")
 
 
-def test_insert_moves_bytes_from_payer_to_nodes() -> None:
+def test_insert_moves_reserved_bytes_to_nodes() -> None:
     prefixes = make()
     tokens = list(range(12))
     pin = prefixes.pin(prefixes.find(tokens))
@@ -224,7 +224,7 @@ def test_insert_moves_bytes_from_payer_to_nodes() -> None:
     assert prefixes.ledger.used_bytes == before + prefixes.index_bytes(3)
 
 
-def test_follow_takes_over_blocks_of_others() -> None:
+def test_follow_adopts_blocks_committed_by_others() -> None:
     """Two sequences prefill one prompt; the second takes over the first's blocks."""
     prefixes = make()
     tokens = list(range(20))
@@ -285,7 +285,7 @@ def test_diverging_path_splits_node() -> None:
     assert prefixes.counts.copied_bytes == 20 * TOKEN_BYTES
 
 
-def test_follow_takes_split_branch() -> None:
+def test_follow_continues_below_split_node() -> None:
     """It ends inside a node that is split, and continues below the other half."""
     prefixes = make()
     other = [*range(8), *range(50, 62)]
@@ -300,7 +300,7 @@ def test_follow_takes_split_branch() -> None:
     assert rest.pins == 0, "what the path has left is not kept"
 
 
-def test_follow_releases_unread_blocks() -> None:
+def test_follow_unpins_split_half_that_is_not_read() -> None:
     """After a split, a pin that ended inside a node keeps only the half that it reads."""
     prefixes = make()
     tokens = list(range(20))
@@ -312,7 +312,7 @@ def test_follow_releases_unread_blocks() -> None:
     assert [node.end for node in pin.path] == [8]
 
 
-def test_contradictions_are_refused_without_change() -> None:
+def test_inconsistent_inserts_are_refused_without_change() -> None:
     prefixes = make()
     tokens = list(range(20))
     block_hashes = prefixes.block_hashes(tokens)
@@ -342,7 +342,7 @@ def test_contradictions_are_refused_without_change() -> None:
 
 
 class Small(Text):
-    """The same in another form, a quarter of the size."""
+    """A segment of the same tokens in a quarter of the bytes."""
 
     form = "small"
 
@@ -355,7 +355,7 @@ def small(text: Text) -> Small:
     return Small(text.content)
 
 
-def test_pinned_node_can_be_exchanged() -> None:
+def test_segment_of_pinned_node_can_be_exchanged() -> None:
     prefixes = make()
     tokens = list(range(16))
     pin = put(prefixes, tokens)
@@ -371,7 +371,7 @@ def test_pinned_node_can_be_exchanged() -> None:
     prefixes.check()
 
 
-def test_exchange_needs_room_for_both_forms_without_eviction() -> None:
+def test_exchange_needs_memory_for_both_forms_without_eviction() -> None:
     prefixes = make()
     node, _ = (put(prefixes, [seed, *range(11)]).path[-1] for seed in (50, 60))
     with prefixes.reserve(Kind.TAILS, prefixes.ledger.free_bytes - 299):
@@ -398,7 +398,7 @@ def test_failed_exchange_changes_nothing() -> None:
     assert prefixes.ledger.used_bytes == before
 
 
-def test_nodes_of_different_form_are_not_merged() -> None:
+def test_nodes_of_different_codec_are_not_merged() -> None:
     prefixes = make()
     tokens = list(range(24))
     pin = prefixes.pin(prefixes.find(tokens))
@@ -415,7 +415,7 @@ def test_nodes_of_different_form_are_not_merged() -> None:
 
 
 class BreaksApart(Text):
-    """A segment that there is no memory for when it is cut or joined."""
+    """A segment that raises out of memory when it is cut or joined."""
 
     def split(self, at_tokens: int) -> tuple[Self, Self]:
         raise MemoryError
@@ -446,7 +446,7 @@ def test_failed_copy_keeps_ledger_exact() -> None:
 
 
 def fill(prefixes: Prefixes[Text], prompts: int, blocks: int = 1) -> list[Pin[Text]]:
-    """Put prompts that share nothing; the earlier are worth less."""
+    """Insert unrelated prompts, the least valuable first."""
     return [put(prefixes, [1_000 * i + t for t in range(blocks * SIZE)]) for i in range(prompts)]
 
 
@@ -454,7 +454,7 @@ NODE = SIZE * TOKEN_BYTES + Prefixes(Ledger(0), block_size=SIZE).index_bytes(1)
 """What a node of one block takes in all."""
 
 
-def test_make_room_is_exact_to_the_byte() -> None:
+def test_make_room_frees_exactly_what_is_evictable() -> None:
     prefixes = make(10 * NODE, remembered=0)
     pins = fill(prefixes, 10)
     assert (prefixes.ledger.free_bytes, prefixes.evictable_bytes) == (0, 0)
@@ -472,7 +472,7 @@ def test_make_room_is_exact_to_the_byte() -> None:
 
 
 class Trimming(NoRelief):
-    """Frees parts of pinned nodes, so many bytes in all."""
+    """Frees parts of pinned nodes, up to a number of bytes."""
 
     def __init__(self, prefixes: Prefixes[Text], nbytes: int) -> None:
         self._parts = prefixes.ledger.reserve(Kind.TAILS, nbytes)
@@ -487,7 +487,7 @@ class Trimming(NoRelief):
         return freed
 
 
-def test_all_that_can_be_freed_of_pinned_nodes_is_room() -> None:
+def test_bytes_trimmed_from_pinned_nodes_count_as_room() -> None:
     beside = Beside[Text]()
     prefixes = make(10 * NODE, remembered=0, beside=beside)
     fill(prefixes, 8)
@@ -500,7 +500,7 @@ def test_all_that_can_be_freed_of_pinned_nodes_is_room() -> None:
 
 
 @pytest.mark.parametrize(("missing", "split"), [(0, True), (1, False)])
-def test_split_needs_room_for_copy(missing: int, split: bool) -> None:
+def test_split_needs_memory_for_copy(missing: int, split: bool) -> None:
     prefixes = make(remembered=0)
     put(prefixes, range(20)).release()
     match = prefixes.find(range(8))
@@ -530,7 +530,7 @@ def test_least_used_is_evicted_first_and_pinned_never() -> None:
 
 
 def rows(clock: Clock, count: int = 6) -> tuple[Prefixes[Text], list[list[int]]]:
-    """Fill a ledger with prompts of a node each, one a second; nobody reads them any more."""
+    """Fill a ledger with unpinned prompts of a node each, one per second."""
     prefixes = make(count * NODE, remembered=0, clock=clock)
     prompts = [[1_000 * i + t for t in range(SIZE)] for i in range(count)]
     for prompt in prompts:
@@ -540,7 +540,7 @@ def rows(clock: Clock, count: int = 6) -> tuple[Prefixes[Text], list[list[int]]]
 
 
 def hold(prefixes: Prefixes[Text], prompt: Sequence[int], seconds: float) -> None:
-    """Read a prompt and hold it for a while."""
+    """Insert a prompt and hold it for some seconds."""
     with prefixes.pin(prefixes.find(prompt)) as pin:
         prefixes.hold(pin, len(prompt), seconds)
     prefixes.check()
@@ -551,7 +551,7 @@ def left(prefixes: Prefixes[Text], prompts: list[list[int]]) -> list[int]:
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_held_nodes_are_evicted_last(held: bool) -> None:
+def test_nodes_on_hold_are_evicted_last(held: bool) -> None:
     """With the negative control: not held, it is evicted first."""
     clock = Clock()
     prefixes, prompts = rows(clock)
@@ -568,7 +568,7 @@ def test_held_nodes_are_evicted_last(held: bool) -> None:
     assert len(prefixes.tree) == 0
 
 
-def test_expired_hold_restores_worth() -> None:
+def test_expired_hold_restores_eviction_order() -> None:
     clock = Clock()
     prefixes, prompts = rows(clock)
     hold(prefixes, prompts[0], 10.0)
@@ -586,7 +586,7 @@ def test_expired_hold_restores_worth() -> None:
     prefixes.check()
 
 
-def test_least_used_of_held_nodes_is_evicted_first() -> None:
+def test_least_used_node_on_hold_is_evicted_first() -> None:
     clock = Clock()
     prefixes, prompts = rows(clock, 3)
     for prompt in (prompts[1], prompts[0], prompts[2]):
@@ -596,7 +596,7 @@ def test_least_used_of_held_nodes_is_evicted_first() -> None:
     assert left(prefixes, prompts) == [0, 2]
 
 
-def test_held_and_unheld_nodes_are_not_merged_and_split_keeps_hold() -> None:
+def test_hold_prevents_merge_and_survives_split() -> None:
     clock = Clock()
     prefixes = make(clock=clock)
     tokens = list(range(40))
@@ -615,7 +615,7 @@ def test_held_and_unheld_nodes_are_not_merged_and_split_keeps_hold() -> None:
     assert {view.held_seconds for view in prefixes.views()} == {0.0}
 
 
-def test_merged_node_is_held_until_later_expiry() -> None:
+def test_merged_node_keeps_later_hold_expiry() -> None:
     clock = Clock()
     prefixes = make(clock=clock)
     tokens = list(range(40))
@@ -628,7 +628,7 @@ def test_merged_node_is_held_until_later_expiry() -> None:
     assert [view.held_seconds for view in prefixes.views()] == [100.0]
 
 
-def test_views_list_nodes_parents_first() -> None:
+def test_views_list_parents_before_children() -> None:
     clock = Clock()
     prefixes = make(clock=clock)
     pin = put(prefixes, range(100))
@@ -684,7 +684,7 @@ def test_insert_without_room_is_refused_with_numbers() -> None:
     assert prefixes.ledger.free_bytes == 0
 
 
-def test_refused_insert_releases_unread_blocks() -> None:
+def test_refused_insert_unpins_blocks_not_read() -> None:
     """Blocks that others committed later are released, since they cannot be used."""
     prefixes = make(1_000_000)
     tokens = list(range(24))
@@ -703,7 +703,7 @@ def test_refused_insert_releases_unread_blocks() -> None:
     prefixes.check()
 
 
-def test_shrink_frees_at_least_requested_and_reports() -> None:
+def test_shrink_returns_freed_bytes() -> None:
     prefixes = make(10 * NODE, remembered=0)
     pins = fill(prefixes, 10)
     assert prefixes.shrink(1) == 0, "all is being read"
@@ -718,7 +718,7 @@ def test_shrink_frees_at_least_requested_and_reports() -> None:
     prefixes.check()
 
 
-def test_lowered_limit_is_reached_by_eviction() -> None:
+def test_lowered_limit_evicts_nodes() -> None:
     prefixes = make(10 * NODE, remembered=0)
     for pin in fill(prefixes, 10)[:7]:
         pin.release()
@@ -731,7 +731,7 @@ def test_lowered_limit_is_reached_by_eviction() -> None:
     assert len(prefixes.tree) == 5
 
 
-def test_other_ledger_kinds_reduce_room() -> None:
+def test_other_reservations_reduce_room() -> None:
     prefixes = make(10 * NODE, remembered=0)
     prefixes.ledger.reserve(Kind.WEIGHTS, 7 * NODE)
     for pin in fill(prefixes, 3):
@@ -756,7 +756,7 @@ def test_clear_keeps_pinned_nodes() -> None:
     assert prefixes.nbytes == prefixes.ledger.used_bytes == prefixes.fixed_bytes
 
 
-def test_check_detects_wrong_account() -> None:
+def test_check_detects_wrong_ledger_bytes() -> None:
     prefixes = make()
     fill(prefixes, 2)
     for reservation in (prefixes._nodes, prefixes._index):
@@ -791,7 +791,7 @@ def test_growing_sequence_leaves_few_nodes_and_copies_little() -> None:
 
 
 def grown(prefixes: Prefixes[Text], *sizes: int) -> Pin[Text]:
-    """One path of nodes of so many blocks."""
+    """Return a path of nodes of this number of blocks."""
     tokens = list(range(sum(sizes) * SIZE))
     pin = prefixes.pin(prefixes.find(tokens))
     at = 0
@@ -933,7 +933,7 @@ def test_explain_names_first_of_equal_branches() -> None:
     assert explain(prefixes, [1, 1, 1, 1, 6, 6, 9, 9]).held_token == 6
 
 
-def test_explain_counts_partial_block_in_front_of_last_token() -> None:
+def test_explain_counts_partial_block_only_before_last_token() -> None:
     """The last token is always computed."""
     prefixes = make()
     pin = put(prefixes, range(8))
@@ -970,7 +970,7 @@ def test_eviction_log_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("run", [1, 32])
-def test_eviction_log_nbytes_match(run: int) -> None:
+def test_eviction_log_nbytes_match_measured_memory(run: int) -> None:
     gc.collect()
     tracemalloc.start()
     evictions = EvictionLog(5_000)
@@ -987,7 +987,7 @@ def test_eviction_log_nbytes_match(run: int) -> None:
 
 
 def columns(first: int, count: int) -> Segment:
-    """Two layers whose keys and values are the tokens themselves."""
+    """Return two layers whose keys and values are the token numbers."""
     side = mx.arange(first, first + count, dtype=mx.float32).reshape(1, 1, -1, 1)
     side = mx.repeat(side, 64, axis=3)
     return Segment.cut([(side, side), (side, side)], 0, count)
@@ -1042,7 +1042,7 @@ def test_mlx_memory_stays_within_limit() -> None:
 
 
 class Account:
-    """Every byte of segments that exists, against the ledger that should know of it."""
+    """Compares the bytes of all existing segments with the ledger."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -1056,7 +1056,7 @@ class Account:
 
 
 class Live(Text):
-    """Text whose bytes are on the account from its making until Python frees it."""
+    """Text whose bytes are counted from its creation until Python frees it."""
 
     account: ClassVar[Account]
 
@@ -1072,7 +1072,7 @@ class Live(Text):
 
 @dataclass(eq=False)
 class Sequence_:
-    """One that reads a prompt: `done` blocks from the tree, and a run of its own behind them."""
+    """A sequence that prefills: `done` blocks in the tree, then private ones."""
 
     prompt: tuple[int, ...]
     block_hashes: list[bytes]
@@ -1101,7 +1101,7 @@ def fours(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
 
 
 class Machine(RuleBasedStateMachine):
-    """Four sequences that read, commit, follow, leave and begin anew, inside one ledger."""
+    """Four sequences that read, commit, follow, leave and restart, within one ledger."""
 
     make: ClassVar[type[Prefixes]] = Prefixes
 
@@ -1127,7 +1127,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(at=st.integers(0, 3), prompt=prompts)
     def begin_anew(self, at: int, prompt: tuple[int, ...]) -> None:
-        """Finished, aborted or preempted: what was committed stays."""
+        """Finish, abort or preempt a sequence; committed blocks stay."""
         self.leave(self.sequences[at])
         self.sequences[at] = self.begin(prompt)
 
@@ -1138,8 +1138,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(blocks=fours(st.integers(0, 4)), commit=fours(st.booleans()), left=crowds)
     def step(self, blocks: list[int], commit: list[bool], left: int) -> None:
-        """Take over what others have committed, compute some blocks, and commit them now or
-        later."""
+        """Adopt blocks committed by others, compute some, and commit them now or later."""
         for one, count, at_once in zip(self.sequences, blocks, commit, strict=True):
             if one.run is None:
                 self._follow(one)
@@ -1225,7 +1224,7 @@ class Machine(RuleBasedStateMachine):
 
     @contextmanager
     def crowded(self, left: int) -> Iterator[None]:
-        """Let others in the ledger leave so many bytes free, if they can."""
+        """Let other users of the ledger leave only these bytes free, if possible."""
         self.clock.now += 1
         taken = max(0, self.ledger.free_bytes - left)
         with self.ledger.reserve(Kind.CHECKPOINTS, taken):
@@ -1280,7 +1279,7 @@ OFTEN = settings(
 HUNT = settings(OFTEN, max_examples=10_000, phases=[Phase.generate])
 
 
-def test_state_machine_many_sequences_share_tree_and_ledger() -> None:
+def test_state_machine_of_many_sequences_keeps_tree_and_ledger_exact() -> None:
     run_state_machine_as_test(Machine, settings=OFTEN)
 
 
@@ -1292,7 +1291,7 @@ class CopiesWithoutRoom(Prefixes):
 
 
 class EvictsInVain(Prefixes):
-    """Evicts nodes before it knows whether that helps."""
+    """Evicts nodes without checking first whether that suffices."""
 
     def make_room(self, nbytes: int, why: Any = "limit") -> bool:
         short = self.ledger.used_bytes + nbytes - self.ledger.limit_bytes
@@ -1305,7 +1304,7 @@ class StopsOneByteEarly(Prefixes):
 
 
 class ForgetsToSettle(Prefixes):
-    """Evicts nodes and goes on counting them."""
+    """Evicts nodes but still counts them."""
 
     def _evict(self, node: Any, why: Any) -> int:
         self.tree.remove(node)
@@ -1313,7 +1312,7 @@ class ForgetsToSettle(Prefixes):
 
 
 class KeepsPayersBytes(Prefixes):
-    """Leaves the segment's bytes with the sequence, too."""
+    """Does not subtract a segment's bytes from the sequence's reservation."""
 
     def _hang(
         self, pin: Any, block_hashes: Any, values: Any, segment: Any, paid: Reservation
@@ -1324,7 +1323,7 @@ class KeepsPayersBytes(Prefixes):
 
 
 class FollowsToTheEnd(Prefixes):
-    """Pins the whole path but does not let go of what was left."""
+    """Pins the whole path without releasing the dropped part."""
 
     def _lead(self, pin: Any, path: Any) -> None:
         for node in path[len(pin.path) :]:
@@ -1340,7 +1339,7 @@ class FollowsTooFar(Prefixes):
 
 
 class InsertsKnownBlocksAgain(Prefixes):
-    """Does not look at what others have committed meanwhile."""
+    """Ignores blocks that others have committed meanwhile."""
 
     def _match_at_least(self, block_hashes: Any, blocks: int) -> Match[Any]:
         return super()._match_at_least(
@@ -1349,7 +1348,7 @@ class InsertsKnownBlocksAgain(Prefixes):
 
 
 class HoldsForEver(Prefixes):
-    """Nobody will look when the hold ends."""
+    """Never expires a hold."""
 
     def hold(self, pin: Any, tokens: int, seconds: float) -> None:
         for node in pin.path:
@@ -1371,11 +1370,11 @@ def test_state_machine_detects_defects(broken: type[Prefixes]) -> None:
         run_state_machine_as_test(machine, settings=HUNT)
 
 
-def test_refusal_names_the_limit() -> None:
+def test_error_of_refused_insert_mentions_limit() -> None:
     assert re.search(r"2\.00 kB.*limit of 1\.00 MB.*raise memory_limit", make().no_room(2_000))
 
 
-def test_nearest_continuation_is_found_within_salt() -> None:
+def test_cached_continuation_is_returned_within_salt() -> None:
     prefixes = make()
     put(prefixes, [*range(12), *range(50, 58)])
     put(prefixes, [*range(8), *range(70, 78)])

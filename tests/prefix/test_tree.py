@@ -22,7 +22,7 @@ def block_hashes(tokens: Sequence[int]) -> list[bytes]:
 
 
 def put(tree: PrefixTree[Blank], tokens: Sequence[int], now: float = 0.0) -> Node[Blank]:
-    """Store a prompt as one more node."""
+    """Insert a prompt as one more node."""
     match = tree.match(block_hashes(tokens))
     parent = match.path[-1] if match.path else None
     if parent is not None and match.ends_inside:
@@ -96,7 +96,7 @@ def test_other_salts_share_nothing(tree: PrefixTree[Blank]) -> None:
     assert tree.match(hash_blocks(range(12), SIZE, root_hash("model", "other"))).tokens == 0
 
 
-def test_tokens_are_copied(tree: PrefixTree[Blank]) -> None:
+def test_inserted_tokens_are_copied(tree: PrefixTree[Blank]) -> None:
     mine = np.arange(1_000, dtype=np.uint32)
     node = tree.insert(None, block_hashes(range(8)), mine[:8], Blank(8), 0.0)
     mine[:] = 0
@@ -104,7 +104,7 @@ def test_tokens_are_copied(tree: PrefixTree[Blank]) -> None:
     tree.check()
 
 
-def test_contradictory_inserts_are_refused(tree: PrefixTree[Blank]) -> None:
+def test_inconsistent_inserts_are_refused(tree: PrefixTree[Blank]) -> None:
     node = put(tree, range(8))
     good = block_hashes(range(100, 108))
     for own, tokens, segment in [
@@ -142,7 +142,7 @@ def test_pin_keeps_path_through_splits_and_merges(tree: PrefixTree[Blank]) -> No
     assert tree.victim() is node
 
 
-def test_node_merges_when_all_its_readers_read_child(tree: PrefixTree[Blank]) -> None:
+def test_node_merges_if_all_its_pins_extend_to_child(tree: PrefixTree[Blank]) -> None:
     top, node = put(tree, range(4)), put(tree, range(12))
     with tree.pin(node, 1.0) as pin, tree.pin(node, 2.0) as other:
         other.withdraw(top)
@@ -161,7 +161,7 @@ def test_node_merges_when_all_its_readers_read_child(tree: PrefixTree[Blank]) ->
     tree.check()
 
 
-def test_withdrawn_nodes_are_evictable(tree: PrefixTree[Blank]) -> None:
+def test_node_withdrawn_from_pin_is_evictable(tree: PrefixTree[Blank]) -> None:
     put(tree, range(4))
     node = put(tree, range(8))
     top = node.path()[0]
@@ -176,7 +176,7 @@ def test_withdrawn_nodes_are_evictable(tree: PrefixTree[Blank]) -> None:
         pin.withdraw(None)
 
 
-def test_adopted_blocks_count_as_used(tree: PrefixTree[Blank]) -> None:
+def test_nodes_added_to_pin_count_as_used(tree: PrefixTree[Blank]) -> None:
     node = put(tree, range(4), 1.0)
     with tree.pin(None, 2.0) as pin:
         pin.extend(node, 3.0)
@@ -202,7 +202,7 @@ def test_exception_releases_pin(tree: PrefixTree[Blank]) -> None:
     assert tree.pins == 0
 
 
-def test_root_pin_extends_with_committed_blocks(tree: PrefixTree[Blank]) -> None:
+def test_pin_at_root_extends_with_committed_blocks(tree: PrefixTree[Blank]) -> None:
     with tree.pin(None, 1.0) as pin:
         assert pin.path == ()
         for end in (4, 8, 12):
@@ -215,7 +215,7 @@ def test_root_pin_extends_with_committed_blocks(tree: PrefixTree[Blank]) -> None
     assert [node.pins for node in tree] == [0] * 4
 
 
-def test_read_counts_for_whole_path(tree: PrefixTree[Blank]) -> None:
+def test_pin_updates_hits_and_time_of_whole_path(tree: PrefixTree[Blank]) -> None:
     put(tree, range(4), 1.0)
     node = put(tree, range(8), 2.0)
     tree.pin(node, 5.0).release()
@@ -223,7 +223,7 @@ def test_read_counts_for_whole_path(tree: PrefixTree[Blank]) -> None:
     assert [each.last_used_seconds for each in node.path()] == [5.0, 5.0]
 
 
-def test_read_defers_eviction(tree: PrefixTree[Blank]) -> None:
+def test_pinning_defers_eviction(tree: PrefixTree[Blank]) -> None:
     """Eviction follows the last reads, not the inserts."""
     a, b, c = (put(tree, range(start, start + 4), start / 100) for start in (100, 200, 300))
     tree.pin(a, 400.0).release()
@@ -245,7 +245,7 @@ class EndsHeavily(Blank):
         return Blank(at_tokens), EndsHeavily(self.tokens - at_tokens)
 
 
-def test_split_reorders_eviction(tree: PrefixTree[Blank]) -> None:
+def test_split_updates_eviction_order(tree: PrefixTree[Blank]) -> None:
     heavy = tree.insert(None, block_hashes(range(40)), list(range(40)), EndsHeavily(40), 0.0)
     other = tree.insert(None, block_hashes(range(50, 58)), list(range(50, 58)), Blank(8), 0.0)
     other.segment = EndsHeavily(300)  # between the heavy node and its end
@@ -312,7 +312,7 @@ def test_merging_small_nodes_is_bounded_by_tokens() -> None:
         assert max(len(each.tokens) for each in tree) == longest
 
 
-def test_merged_heat_is_weighted_by_bytes() -> None:
+def test_recency_score_of_merged_node_is_weighted_by_bytes() -> None:
     """A cold tail does not keep a hot head for ever, nor the reverse."""
     tree: PrefixTree[Blank] = PrefixTree(SIZE, HalfLife(10))
     put(tree, range(4), 0.0)
@@ -333,14 +333,14 @@ def test_branching_node_or_leaf_is_not_merged(tree: PrefixTree[Blank]) -> None:
 
 
 @pytest.mark.parametrize("blocks", [0, 3, 4, -1])
-def test_empty_split_is_refused(tree: PrefixTree[Blank], blocks: int) -> None:
+def test_split_into_empty_node_is_refused(tree: PrefixTree[Blank], blocks: int) -> None:
     node = put(tree, range(12))
     with pytest.raises(ValueError, match="cannot split"):
         tree.split(node, blocks)
     tree.check()
 
 
-def test_removed_node_is_unknown(tree: PrefixTree[Blank]) -> None:
+def test_removed_node_is_refused(tree: PrefixTree[Blank]) -> None:
     node = put(tree, range(8))
     tree.remove(node)
     for act in (
@@ -355,7 +355,7 @@ def test_removed_node_is_unknown(tree: PrefixTree[Blank]) -> None:
 
 
 class BreaksApart(Blank):
-    """A segment that there is no memory for when it is cut or joined."""
+    """A segment that raises out of memory when it is cut or joined."""
 
     def split(self, at_tokens: int) -> tuple[BreaksApart, BreaksApart]:
         raise MemoryError
@@ -418,16 +418,16 @@ def test_check_detects_partial_block_that_is_full_or_has_children(
     leaf = tree.insert_partial(None, ROOT, range(SIZE - 1), Blank(SIZE - 1), 0.0)
     tree.check()
     leaf.children = {b"": leaf}
-    with pytest.raises(AssertionError, match="is no partial block"):
+    with pytest.raises(AssertionError, match="is not a partial block"):
         tree.check()
     leaf.children = {}
     leaf.tokens, leaf.segment = np.arange(SIZE, dtype=np.uint32), Blank(SIZE)
-    with pytest.raises(AssertionError, match="is no partial block"):
+    with pytest.raises(AssertionError, match="is not a partial block"):
         tree.check()
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_index_bytes_match(held: bool) -> None:
+def test_index_bytes_match_measured_memory(held: bool) -> None:
     for blocks in (1, 16):
         gc.collect()
         tracemalloc.start()
@@ -462,7 +462,7 @@ def test_lookup_time_is_linear() -> None:
     assert min(seconds) < 0.1
 
 
-def test_contradictory_partial_block_is_refused(tree: PrefixTree[Blank]) -> None:
+def test_inconsistent_partial_block_is_refused(tree: PrefixTree[Blank]) -> None:
     tree.insert_partial(None, ROOT, range(SIZE - 1), Blank(SIZE - 1), 0.0)
     for tokens, segment in ((SIZE - 1, SIZE - 1), (SIZE, SIZE), (SIZE - 2, SIZE - 1), (0, 0)):
         with pytest.raises(ValueError, match="do not make a new partial block"):

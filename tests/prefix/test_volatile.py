@@ -1,4 +1,4 @@
-"""Text that changes between prompts is named, and other text is not."""
+"""Text that changes between prompts is classified; other differences are not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from penstock.prefix.volatile import name_volatile
         ("Tokens remaining: 900", "Tokens remaining: 850", "remaining tokens"),
     ],
 )
-def test_changing_text_is_named(held: str, given: str, kind: str) -> None:
+def test_changing_value_is_classified(held: str, given: str, kind: str) -> None:
     named = name_volatile(held, given)
     assert named is not None and named.kind == kind
     assert named.held in held and named.given in given and named.held != named.given
@@ -43,11 +43,11 @@ def test_changing_text_is_named(held: str, given: str, kind: str) -> None:
         ("", "2026-11-22"),
     ],
 )
-def test_other_text_is_not_named(held: str, given: str) -> None:
+def test_other_differences_are_not_classified(held: str, given: str) -> None:
     assert name_volatile(held, given) is None
 
 
-def test_continued_value_is_named() -> None:
+def test_value_that_is_prefix_of_other_is_classified() -> None:
     """One text ends where the other continues."""
     assert name_volatile("token 1", "token 12345") == ("counter", "1", "12345")
     assert name_volatile("on 2026-11-22", "on 2026-11-2") == ("date", "2026-11-22", "2026-11-2")

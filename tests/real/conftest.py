@@ -1,4 +1,4 @@
-"""Tests on real weights; skipped where the model is not in the cache and cannot be fetched."""
+"""Tests on real weights; skipped if the model is not cached and cannot be downloaded."""
 
 from __future__ import annotations
 

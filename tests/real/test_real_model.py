@@ -43,7 +43,7 @@ def expected(real: Loaded, asked: list[list[int]]) -> list[Answer]:
     return [plain_answer(real, prompt) for prompt in asked]
 
 
-def test_fifty_prompts_cold_warm_and_batched(
+def test_fifty_prompts_match_plain_cold_warm_and_batched(
     real: Loaded, asked: list[list[int]], expected: list[Answer]
 ) -> None:
     gc.collect()
@@ -71,7 +71,7 @@ def test_fifty_prompts_cold_warm_and_batched(
     assert hits >= 0.5 * known
 
 
-def test_check_detects_other_answer(expected: list[Answer]) -> None:
+def test_check_detects_different_answer(expected: list[Answer]) -> None:
     """Negative control: one token changed, one missing, one more."""
     sure = next(number for number, answer in enumerate(expected) if answer.leads[2] > 0.1)
     right = expected[sure].tokens
@@ -79,7 +79,7 @@ def test_check_detects_other_answer(expected: list[Answer]) -> None:
         assert differing([wrong], [expected[sure]]) == [0]
 
 
-def test_restored_text_matches(
+def test_text_after_restore_matches_plain(
     real: Loaded, asked: list[list[int]], expected: list[Answer], tmp_path: Path
 ) -> None:
     with engine_of(real, ssd_cache_dir=tmp_path) as first:
@@ -96,7 +96,7 @@ def test_restored_text_matches(
 
 
 def in_records(prompt: Sequence[int], answer: Sequence[int]) -> int:
-    """Return the tokens of a prompt in records that end in it: whole ones, or its conversation's.
+    """Return the tokens of a prompt in whole records on disk.
 
     The last record of a short prompt ends with its answer, where that fills a block.
     """
@@ -104,7 +104,7 @@ def in_records(prompt: Sequence[int], answer: Sequence[int]) -> int:
     return end if end < len(prompt) else (len(prompt) - 1) // RECORD_TOKENS * RECORD_TOKENS
 
 
-def test_eight_conversations_share_system_prompt(real: Loaded, prose: list[str]) -> None:
+def test_eight_conversations_reuse_cached_system_prompt(real: Loaded, prose: list[str]) -> None:
     """All are answered at once, after the first has prefilled the system prompt."""
     system = {"role": "system", "content": "\n\n".join(prose)[:SYSTEM_CHARACTERS]}
     questions = [{"role": "user", "content": prose[number][:100]} for number in range(8)]
@@ -121,7 +121,7 @@ def test_eight_conversations_share_system_prompt(real: Loaded, prose: list[str])
     assert hits >= 0.8 * shared * len(rest)
 
 
-def test_long_conversation_shares_history(real: Loaded, prose: list[str]) -> None:
+def test_long_conversation_reuses_cached_history(real: Loaded, prose: list[str]) -> None:
     messages: list[dict[str, str]] = []
     with engine_of(real) as engine:
         for turn in range(6):
@@ -148,7 +148,7 @@ def texts(prose: Sequence[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def reference() -> Tokenizer:
-    """SmolLM2's tokenizer as its makers wrote it, on the vocabulary that `gguf` reads."""
+    """Return SmolLM2's original tokenizer on the vocabulary that `gguf` reads."""
     fields = gguf.GGUFReader(named.fetch("smollm2")).fields
     texts, kinds, merges = (
         fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type", "merges")
@@ -167,7 +167,7 @@ def reference() -> Tokenizer:
     return tokenizer
 
 
-def test_tokens_of_thousand_texts_match_reference(
+def test_tokens_of_1000_texts_match_reference(
     real: Loaded, prose: list[str], reference: Tokenizer
 ) -> None:
     """Each round trips; every fourth contains special tokens."""

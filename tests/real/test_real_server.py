@@ -32,7 +32,7 @@ def conversation(prose: list[str], number: int) -> list[dict[str, str]]:
 
 @contextmanager
 def served_until_killed(folder: Path) -> Iterator[str]:
-    """Serve the model as a user would, yield the URL, and end the server by SIGKILL."""
+    """Serve the model as a user would, yield the URL, and end with SIGKILL."""
     port = free_port()
     flags = ["--port", str(port), "--ssd-cache-dir", str(folder), "--memory-limit", "2GB"]
     process = subprocess.Popen([sys.executable, "-m", "penstock", "serve", "smollm2", *flags])
@@ -87,7 +87,9 @@ def wait_for_records(folder: Path, records: int) -> None:
         time.sleep(0.1)
 
 
-def test_both_apis_before_and_after_kill(real: Loaded, prose: list[str], tmp_path: Path) -> None:
+def test_answers_match_plain_before_and_after_kill(
+    real: Loaded, prose: list[str], tmp_path: Path
+) -> None:
     asked = [conversation(prose, number) for number in range(CONVERSATIONS)]
     expected = [plain_answer(real, render(real.tokenizer, messages), TOKENS) for messages in asked]
 

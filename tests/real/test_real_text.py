@@ -30,13 +30,13 @@ def prompt(real: Loaded, text: str) -> tuple[int, ...]:
 
 
 def streamed(engine: Engine, request: Request) -> tuple[list[str], Choice]:
-    """Return the pieces of text as they came, and the whole answer."""
+    """Return the streamed pieces of text, and the whole answer."""
     handle = engine.submit(request)
     pieces = [event.text for event in handle if isinstance(event, Token)]
     return pieces, handle.result()[0]
 
 
-def test_stop_string_inside_tokens(real: Loaded, engine: Engine) -> None:
+def test_stop_string_inside_tokens_ends_answer(real: Loaded, engine: Engine) -> None:
     asked = prompt(real, "What is the capital of France? Tell me about it.")
     whole = engine.submit(Request(prompt=asked, max_tokens=20)).result()[0]
     words = [real.tokenizer.decode([token]) for token in whole.tokens]
@@ -69,7 +69,7 @@ def test_emoji_are_streamed_whole(real: Loaded, engine: Engine) -> None:
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_stop_string_inside_emoji_sequence(real: Loaded, engine: Engine) -> None:
+def test_stop_string_inside_emoji_sequence_ends_answer(real: Loaded, engine: Engine) -> None:
     grammar = json_schema_grammar({"enum": [f"a{FAMILY}b"]})
     request = Request(
         prompt=prompt(real, "Smile!"), max_tokens=60, grammar=grammar, stop=("\U0001f44d",)

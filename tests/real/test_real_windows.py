@@ -1,4 +1,4 @@
-"""Chats on real weights past their window, against a mask over mlx-lm's growing cache."""
+"""Chats on real weights past their window, compared with a mask over mlx-lm's growing cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TURN_TOKENS = 2 * ANSWER_TOKENS + 24
 
 
 class MaskedCache(KVCache):
-    """mlx-lm's growing cache, of which a query sees the first tokens and the last ones alone."""
+    """mlx-lm's growing cache, masked to the first and last tokens."""
 
     def make_mask(self, N: int, *_: Any, **__: Any) -> mx.array:
         columns = mx.arange(self.offset + N)
@@ -30,7 +30,7 @@ class MaskedCache(KVCache):
 
 
 class Talk:
-    """A chat with the engine and with a plain loop, whose caches go on from turn to turn."""
+    """A chat with the engine and with a plain loop whose caches continue across turns."""
 
     def __init__(self, real: Loaded, caches: list[Any]) -> None:
         self.real, self.caches = real, caches
@@ -39,7 +39,7 @@ class Talk:
         """Tokens in the plain loop's caches."""
 
     def ask(self, engine: Engine, line: str) -> int:
-        """Say a line, compare the answers, and return the tokens of the prompt."""
+        """Send a line, compare the answers, and return the prompt's tokens."""
         self.messages.append({"role": "user", "content": line})
         prompt = render(self.real.tokenizer, self.messages)
         (tokens,) = answers(engine, [prompt])
@@ -54,7 +54,7 @@ class Talk:
         return len(prompt)
 
 
-def test_twenty_turns_past_window(real: Loaded, prose: list[str]) -> None:
+def test_twenty_turns_past_window_match_masked_cache(real: Loaded, prose: list[str]) -> None:
     talk = Talk(real, [MaskedCache() for _ in real.model.layers])  # type: ignore[union-attr]
     text, most_held = " ".join(prose), 0
     with engine_of(real, max_kv_size=WINDOW, keep=KEEP, block_size=32) as engine:
@@ -69,7 +69,7 @@ def test_twenty_turns_past_window(real: Loaded, prose: list[str]) -> None:
     print(f"\n{tokens:,} tokens in a window of {WINDOW:,}; {most_held / 1e6:.0f} MB of KV at most")
 
 
-def test_twenty_turns_to_end_of_context(real: Loaded, prose: list[str]) -> None:
+def test_twenty_turns_to_end_of_context_match_plain(real: Loaded, prose: list[str]) -> None:
     """The last answer ends just below the model's context length."""
     talk = Talk(real, make_prompt_cache(real.model))
     text = real.tokenizer.encode(" ".join(prose))

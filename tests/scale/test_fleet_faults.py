@@ -1,4 +1,4 @@
-"""A fleet under load whose replicas are killed, hang and are restarted, and drain."""
+"""A fleet under load: replicas are killed, hang, restart and drain."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OPERATOR = {"x-api-key": "operator-key"}
 
 
 def ask(url: str, prompt: str, *, stream: bool, tokens: int) -> tuple[str, str]:
-    """Return how the answer to a request has ended, and what came of one that was lost."""
+    """Return how a request ended, and the reason if it was lost."""
     body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": stream}
     where, lines = f"{url}/v1/completions", list[str]()
     try:
@@ -68,7 +68,7 @@ def is_whole(lines: list[str], tokens: int) -> bool:
 
 
 class Load:
-    """Clients that ask all the time, until it is left."""
+    """Clients that send requests until the block is left."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -125,7 +125,7 @@ def up(url: str) -> set[str]:
 
 
 class Faults:
-    """One fault at a time; each function returns once all replicas answer again."""
+    """One fault at a time; each method returns once all replicas answer again."""
 
     def __init__(self, url: str, process: Any) -> None:
         self.url = url
@@ -206,7 +206,7 @@ def report(load: Load, faults: Faults) -> Iterator[str]:
 
 
 def check_keys(url: str, keys: Path, process: Any) -> None:
-    """The door counts for all replicas, and reads the file again on SIGHUP."""
+    """Check that keys are counted across replicas and reloaded on SIGHUP."""
 
     def status(key: str) -> int:
         body = {"prompt": "the amber falcon", "max_tokens": 1}
@@ -226,7 +226,7 @@ def check_keys(url: str, keys: Path, process: Any) -> None:
 
 
 def check_drain(url: str, process: Any) -> None:
-    """Open answers end, and new requests get the API's 503."""
+    """Check that open answers finish, and new requests get 503."""
     ends: list[str] = []
 
     def run(number: int) -> None:

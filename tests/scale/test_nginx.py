@@ -1,4 +1,4 @@
-"""examples/nginx.conf, with other ports, on the installed nginx."""
+"""examples/nginx.conf with other ports, run by the installed nginx."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def free_port() -> int:
 
 @contextmanager
 def balanced(folder: Path, *ports: int) -> Iterator[str]:
-    """Run nginx with the example in front of two ports; yield its URL."""
+    """Run nginx with the example config for two ports; yield its URL."""
     port = free_port()
     config = CONFIG.read_text()
     for old, new in zip((8080, 8081, 8082), (port, *ports), strict=True):
@@ -74,7 +74,7 @@ def listens(port: int) -> bool:
 
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[tuple[str, Process, Process]]:
-    """nginx in front of two servers."""
+    """Return nginx with two servers."""
     with (
         serving() as first,
         serving() as second,
@@ -96,7 +96,7 @@ def ask(url: str, key: str | None, **more: object) -> httpx.Response:
 
 
 def place(url: str, servers: tuple[Process, ...], key: str | None, **more: object) -> int:
-    """Return which server answers."""
+    """Return the number of the server that answers."""
     before = [server.stats()["requests"] for server in servers]
     ask(url, key, **more)
     after = [server.stats()["requests"] for server in servers]
@@ -104,7 +104,7 @@ def place(url: str, servers: tuple[Process, ...], key: str | None, **more: objec
     return which
 
 
-def test_key_sticks_to_server_and_moves_when_it_stops(
+def test_cache_key_sticks_to_server_until_it_stops(
     two: tuple[str, Process, Process],
 ) -> None:
     url, first, second = two
@@ -135,7 +135,7 @@ def test_key_sticks_to_server_and_moves_when_it_stops(
         assert {key: place(url, (again, second), key) for key in KEYS} == places
 
 
-def test_draining_server_is_skipped(two: tuple[str, Process, Process]) -> None:
+def test_draining_server_gets_no_new_requests(two: tuple[str, Process, Process]) -> None:
     """Open streams continue, new requests go to the other server, without errors."""
     url, first, second = two
     places = {key: place(url, (first, second), key) for key in KEYS}
@@ -151,7 +151,7 @@ def test_draining_server_is_skipped(two: tuple[str, Process, Process]) -> None:
         assert [line for line in lines if line][-1] == "data: [DONE]"
 
 
-def test_anthropic_user_id_counts_as_key(two: tuple[str, Process, Process]) -> None:
+def test_anthropic_user_id_is_used_as_cache_key(two: tuple[str, Process, Process]) -> None:
     url, first, _ = two
 
     def where(user: str) -> int:
@@ -171,7 +171,7 @@ def test_anthropic_user_id_counts_as_key(two: tuple[str, Process, Process]) -> N
     assert places == {key: where(key) for key in KEYS}
 
 
-def test_tokens_are_streamed_through(two: tuple[str, Process, Process]) -> None:
+def test_tokens_are_streamed_without_buffering(two: tuple[str, Process, Process]) -> None:
     """The first event arrives before the answer ends."""
     url, *_ = two
     came: list[float] = []

@@ -1,4 +1,4 @@
-"""One engine over several processes: equal text, shared bytes, common end."""
+"""One engine over several processes: equal text, shared bytes, common shutdown."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_all_group_sizes_match_single_process(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_each_rank_holds_its_share(size: int) -> None:
+def test_every_rank_holds_its_share_of_weights_and_kv(size: int) -> None:
     for found in together(size):
         assert found["tokens"] == alone()["tokens"]
         assert found["node_bytes"] * size == pytest.approx(alone()["node_bytes"], rel=0.05)
@@ -77,7 +77,7 @@ def test_four_pipeline_stages_restore_their_layers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", ["turbo4", "turbo3"])
-def test_pipeline_stages_read_codes(codec: str) -> None:
+def test_pipeline_stages_support_quantized_kv(codec: str) -> None:
     coded = {
         "kv_cache_quantization": codec,
         "kv_cache_min_quantize_tokens": 0,
@@ -93,7 +93,7 @@ def test_mismatched_stage_settings_are_refused() -> None:
     assert all("must be the same on every rank" in each.errors for each in found), found
 
 
-def test_every_rank_reads_codes() -> None:
+def test_tensor_parallel_ranks_support_quantized_kv() -> None:
     coded = {"kv_cache_quantization": "8", "kv_cache_min_quantize_tokens": 0}
     one, two = (results(size, "texts", settings=coded) for size in (1, 2))
     assert two[0]["said"] == one[0]["said"]
@@ -101,14 +101,14 @@ def test_every_rank_reads_codes() -> None:
     assert one[0]["node_bytes"] < alone()["node_bytes"]
 
 
-def test_smallest_rank_sets_the_limit() -> None:
+def test_rank_with_least_memory_sets_limit() -> None:
     found = results(2, "texts", limits={"1": "5MB"})
     assert found[0]["said"] == alone()["said"]
     assert found[0]["limit_bytes"] == found[1]["limit_bytes"] <= 5_000_000
     assert found[0]["evicted_nodes"] == found[1]["evicted_nodes"]
 
 
-def test_thousand_requests_leave_nothing_allocated() -> None:
+def test_thousand_requests_leave_no_bytes_reserved() -> None:
     """Every rank recounts its ledger after each step."""
     found = results(2, "soak", settings={"memory_limit": "5MB"})
     (ends,) = found[0]["said"]
@@ -218,7 +218,7 @@ def test_group_stops_cleanly_before_it_listens(sig: signal.Signals) -> None:
     assert not any("the group has ended" in end.errors for end in ends), ends
 
 
-def test_limit_below_weights_is_refused_on_each_rank() -> None:
+def test_limit_below_weights_is_refused_on_every_rank() -> None:
     serve = ["-m", "penstock", "serve", "--port", "0", "--memory-limit", "1MB"]
     with started(2, serve) as processes:
         ends = [ended(process, 60.0) for process in processes]
@@ -235,7 +235,7 @@ LAUNCH = "from mlx._distributed_utils.launch import main; main()"
 def launched() -> Iterator[
     tuple[subprocess.Popen[str], list[psutil.Process], list[psutil.Process]]
 ]:
-    """Start a server on two ranks by `mlx.launch`.
+    """Start a server on two ranks with `mlx.launch`.
 
     Yields the launcher, the ranks, and the ranks with the processes that they have started.
     """

@@ -56,7 +56,7 @@ def test_port_in_use_is_reported(
 
 @pytest.fixture(scope="module")
 def alone() -> Talked:
-    """The same sessions before one engine with the memory of two."""
+    """Return the same sessions on one engine with the memory of two."""
     both = str(2 * parse_bytes(LIMIT))
     with serving("--memory-limit", both, *BLOCK) as one:
         return talk(one.url)
@@ -68,7 +68,7 @@ def by_prefix() -> Iterator[tuple[str, Talked]]:
         yield url, talk(url)
 
 
-def test_two_replicas_keep_nine_tenths_of_hits(
+def test_prefix_routing_keeps_nine_tenths_of_hits(
     alone: Talked, by_prefix: tuple[str, Talked]
 ) -> None:
     _, both = by_prefix
@@ -79,7 +79,7 @@ def test_two_replicas_keep_nine_tenths_of_hits(
     assert both.hit_tokens >= 0.9 * alone.hit_tokens
 
 
-def test_round_robin_keeps_fewer_hits(alone: Talked) -> None:
+def test_round_robin_routing_has_fewer_hits(alone: Talked) -> None:
     """The control: the hits above are due to the router."""
     flags = ("--replicas", "2", "--memory-limit", LIMIT, *BLOCK, "--routing", "round-robin")
     with in_ray(*flags) as (url, _):
@@ -90,7 +90,7 @@ def test_round_robin_keeps_fewer_hits(alone: Talked) -> None:
     assert found.hit_tokens < 0.95 * alone.hit_tokens
 
 
-def test_all_wire_formats_pass_unchanged(by_prefix: tuple[str, Talked]) -> None:
+def test_all_api_formats_pass_unchanged(by_prefix: tuple[str, Talked]) -> None:
     url, _ = by_prefix
     ours = openai.OpenAI(base_url=f"{url}/v1", api_key="any")
     theirs = anthropic.Anthropic(base_url=url, api_key="any")

@@ -20,7 +20,7 @@ DATE = "Sat, 01 Jan 2000 00:00:00 GMT"
 
 
 class Bucket(ThreadingHTTPServer):
-    """Values by their paths, for whoever asks; denies or hangs if it is told to."""
+    """Values by path; denies requests or hangs if configured."""
 
     daemon_threads = True
 
@@ -83,7 +83,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200)
 
     def do_POST(self) -> None:
-        """Remove what a list names."""
+        """Remove the listed objects."""
         raw = self.rfile.read(int(self.headers["Content-Length"])).decode()
         where = self.path.partition("?")[0]
         keys = re.findall("<Key>(.*?)</Key>", raw)
@@ -118,7 +118,7 @@ def opened(seconds: float = SOON) -> Objects:
     )
 
 
-def test_put_get_and_remove(bucket: Bucket) -> None:
+def test_object_can_be_put_read_and_removed(bucket: Bucket) -> None:
     objects, raw = opened(), bytes(range(256)) * 40
     assert objects.has(["a/b", "c"]) == [False, False]
     assert objects.get("a/b", 0, 10) is None
@@ -156,7 +156,7 @@ def test_read_only_bucket_can_be_read(bucket: Bucket) -> None:
     assert found is not None and bytes(found.raw) == b"12"
 
 
-def test_empty_value_is_distinct_from_missing(bucket: Bucket) -> None:
+def test_empty_object_is_distinct_from_missing(bucket: Bucket) -> None:
     objects = opened()
     bucket.values["/bucket/folder/a"] = b""
     found = objects.get("a", 0, 10)

@@ -1,4 +1,4 @@
-"""Engines that share prefixes through a real store, which is hung, killed and corrupted.
+"""Engines that share prefixes through a real store that hangs, is killed and corrupted.
 
 `A` reads a prompt first; `B` is another process' engine as far as anybody can tell: it shares
 nothing with A but the store.
@@ -61,7 +61,7 @@ def store(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture(params=["redis", "file"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A store of each kind."""
+    """Return the URL of a store of each kind."""
     if request.param == "redis":
         return str(request.getfixturevalue("store").url)
     pytest.importorskip("obstore")
@@ -76,7 +76,7 @@ def running(
 
 
 def ask(core: Core, tokens: Sequence[int] = PROMPT) -> tuple[tuple[int, ...], float]:
-    """Return the answer, and which share of the prompt was not computed for it."""
+    """Return the answer, and the cached share of the prompt."""
     handle = submit(core, tokens)
     settle(core)
     (found,) = handle.result(0.0)
@@ -85,13 +85,13 @@ def ask(core: Core, tokens: Sequence[int] = PROMPT) -> tuple[tuple[int, ...], fl
 
 
 def alone(family: str = "llama", tokens: Sequence[int] = PROMPT) -> tuple[int, ...]:
-    """Return the answer of an engine that knows nothing."""
+    """Return the answer of an engine with an empty cache."""
     with running(None, family) as core:
         return ask(core, tokens)[0]
 
 
 def write(url: str, family: str = "llama") -> None:
-    """Let A read the prompt."""
+    """Let engine A prefill the prompt and write it."""
     with running(url, family) as core:
         assert ask(core) == (alone(family), 0.0)
 
@@ -110,7 +110,7 @@ def name(core: Core, key: bytes) -> str:
 
 
 def changed(raw: bytes, change: Callable[[str, Bytes], Bytes]) -> bytes:
-    """Return a record's file with other numbers, and a hash that is right for them."""
+    """Return a record with other values and a valid hash."""
     record = decode(raw)
     arrays = {
         of: HostArray(array.dtype, array.shape, change(of, array.data))
@@ -138,7 +138,7 @@ def test_blocks_of_one_engine_are_reused_by_other(url: str, family: str) -> None
         assert remote(core).counts.read_blocks == counts.read_blocks, "then it is in memory"
 
 
-def test_socket_and_tls_connections(tmp_path: Path) -> None:
+def test_socket_and_tls_connections_work(tmp_path: Path) -> None:
     """A local socket, and TLS with a checked certificate."""
     openssl = shutil.which("openssl")
     if openssl is None:
@@ -170,7 +170,7 @@ def test_socket_and_tls_connections(tmp_path: Path) -> None:
         server.close()
 
 
-def test_value_is_a_cache_file_and_expires(store: RedisServer) -> None:
+def test_stored_value_is_a_cache_file_and_expires(store: RedisServer) -> None:
     with running(store.url, remote_cache_ttl_seconds=1_000) as core:
         ask(core)
         ask(core)
@@ -194,7 +194,7 @@ def test_file_store_folder_is_private(tmp_path: Path) -> None:
     assert len(files(folder)) == 207 // BLOCK
 
 
-def test_check_detects_foreign_kv(store: RedisServer) -> None:
+def test_check_detects_wrong_restored_kv(store: RedisServer) -> None:
     """Negative control: wrong values under a valid hash change the text."""
     write(store.url)
     for each in store.names():
@@ -208,7 +208,9 @@ def test_check_detects_foreign_kv(store: RedisServer) -> None:
 # ---- with a folder beside it
 
 
-def test_tiers_fill_each_others_gaps(store: RedisServer, tmp_path: Path) -> None:
+def test_blocks_missing_in_one_tier_are_restored_from_other(
+    store: RedisServer, tmp_path: Path
+) -> None:
     expected = alone()
     with running(store.url, folder=tmp_path / "a") as core:
         assert ask(core)[0] == expected
@@ -282,7 +284,7 @@ def another_model(raw: bytes) -> bytes:
 
 
 def other_tokens(raw: bytes) -> bytes:
-    """Numbers of other tokens under this name, by somebody who knows how to hash."""
+    """Return a record of other tokens under this name, with a valid hash."""
     return changed(raw, lambda of, data: data[::-1].copy() if of == TOKENS else data)
 
 
@@ -301,7 +303,9 @@ def nothing(raw: bytes) -> bytes:
 @pytest.mark.parametrize(
     "change", [another_version, another_model, other_tokens, cut_short, too_long, nothing]
 )
-def test_foreign_value_is_a_miss(store: RedisServer, change: Callable[[bytes], bytes]) -> None:
+def test_corrupted_or_invalid_value_is_a_miss(
+    store: RedisServer, change: Callable[[bytes], bytes]
+) -> None:
     expected = alone()
     write(store.url)
     with running(store.url) as core:
@@ -503,7 +507,7 @@ def test_explain_names_remote_cache(store: RedisServer) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1_000_000, 4_000_000])
-def test_reading_value_takes_counted_memory(store: RedisServer, nbytes: int) -> None:
+def test_memory_to_read_value_matches_reservation(store: RedisServer, nbytes: int) -> None:
     objects = open_objects(store.url, ttl_seconds=60, timeout_seconds=SOON, put_seconds=SOON)
     store.client.set("value", bytes(20_000_000))
     tracemalloc.start()
@@ -520,7 +524,7 @@ def test_reading_value_takes_counted_memory(store: RedisServer, nbytes: int) -> 
     assert nbytes < peak - before <= store_module.COPIES * nbytes
 
 
-def test_values_are_joined_from_small_reads(
+def test_value_is_assembled_from_partial_reads(
     store: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A header may be split over many reads."""

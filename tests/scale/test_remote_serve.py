@@ -35,7 +35,7 @@ def store(tmp_path: Path) -> Iterator[RedisServer]:
 
 @contextmanager
 def started(url: str, log: Path) -> Iterator[str]:
-    """Start a server on a free port; yield its URL, once it has printed it."""
+    """Start a server on a free port; yield its URL once it is printed."""
     with log.open("w") as out:
         process = subprocess.Popen(
             (sys.executable, "-m", "penstock", "serve", "--port", "0"),
@@ -57,7 +57,7 @@ def started(url: str, log: Path) -> Iterator[str]:
 
 
 def asked(url: str, messages: list[dict[str, str]]) -> tuple[str, float]:
-    """Return an answer, and which share of the prompt was not computed for it."""
+    """Return an answer, and the cached share of the prompt."""
     body = {"messages": messages, "max_tokens": 16, "temperature": 0}
     answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=SOON).json()
     usage = answer["usage"]
@@ -68,7 +68,7 @@ def asked(url: str, messages: list[dict[str, str]]) -> tuple[str, float]:
 def write(
     store: RedisServer, records: int, url: str, messages: list[dict[str, str]], expected: str
 ) -> None:
-    """Ask until so many records are in the store.
+    """Send requests until this number of records is in the store.
 
     Cheap blocks are written when they are asked for again, the end of a conversation when it has
     lingered.
@@ -87,12 +87,12 @@ def sample(url: str, name: str) -> float:
 
 
 def damaged(log: Path) -> list[str]:
-    """Return the blocks of damaged records, as a server's lines name them."""
+    """Return the blocks that a server's log reports as damaged."""
     return re.findall(r"block (\w+) of the remote cache is damaged", log.read_text())
 
 
 def block_of(name: str) -> str:
-    """Return a record's block as lines name it."""
+    """Return a record's block as it appears in log lines."""
     return Path(name).name[:12]
 
 

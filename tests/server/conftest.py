@@ -1,4 +1,4 @@
-"""The server that most tests of the server share, and the browser of those of the page."""
+"""A server shared by most server tests, and a browser for tests of the page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from servers import recall_server, told  # noqa: F401 - fixtures
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Debian's Chromium, driven by Playwright."""
+    """Debian's Chromium, controlled by Playwright."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if CHROMIUM is None:
         pytest.skip("there is no Chromium here (Debian: apt-get install chromium)")
@@ -28,6 +28,6 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def shots(pytestconfig: pytest.Config) -> Path:
-    """The folder of screenshots."""
+    """Return the folder of screenshots."""
     assert pytestconfig.cache is not None
     return pytestconfig.cache.mkdir("page")

@@ -1,4 +1,4 @@
-"""Named API keys: access, salts and rate limits."""
+"""API keys: access, salts and rate limits."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_prefixes_are_shared_within_key_and_salt(running: Running) -> None:
     assert explained.json()["held_tokens"] > 0
 
 
-def test_stored_responses_belong_to_one_key(running: Running) -> None:
+def test_stored_responses_are_readable_only_with_their_key(running: Running) -> None:
     def api(key: str) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0)
 
@@ -147,7 +147,7 @@ def test_request_limit_gives_429_in_api_format(running: Running) -> None:
     assert ask(running, ALICE).status_code == 200  # the others go on
 
 
-def test_token_limit_counts_disconnected_clients(
+def test_token_limit_counts_tokens_of_disconnected_clients(
     running: Running,
 ) -> None:
     first = ask(running, "short-key", "the amber falcon", max_tokens=8, ignore_eos=True)
@@ -196,7 +196,7 @@ def limited(clock: list[float], **limits: int) -> tuple[Access, Any]:
     return access, client
 
 
-def test_rate_limit_per_minute_with_retry_after() -> None:
+def test_requests_above_rate_limit_get_retry_after() -> None:
     clock = [100.0]
     access, client = limited(clock, requests_per_minute=30)
     for _ in range(30):
@@ -216,7 +216,7 @@ def test_rate_limit_per_minute_with_retry_after() -> None:
         access.admit(client)
 
 
-def test_token_debt_delays_next_request() -> None:
+def test_exceeded_token_rate_delays_next_request() -> None:
     clock = [0.0]
     access, client = limited(clock, tokens_per_minute=60)
     access.admit(client)
@@ -232,7 +232,7 @@ def test_token_debt_delays_next_request() -> None:
     access.admit(client)
 
 
-def test_reload_keeps_usage_and_takes_new_limits() -> None:
+def test_reload_keeps_usage_and_applies_new_limits() -> None:
     clock = [0.0]
     access, client = limited(clock, requests_per_minute=4)
     for _ in range(4):

@@ -20,7 +20,7 @@ TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")
 
 
 def form(*ends: str) -> AnswerFormat:
-    """A format of JSON between marks."""
+    """Return a format of JSON calls between markers."""
     calls = TaggedJson(("<call>",), ends or ("</call>",))
     return AnswerFormat("json", "think", calls, ReasoningMarks("<think>", "</think>"))
 
@@ -84,23 +84,23 @@ def test_invalid_call_is_returned_as_text() -> None:
     assert reader.calls == [] and reader.reason == "stop"
 
 
-def test_calls_without_end_marker() -> None:
+def test_calls_without_end_marker_are_separated() -> None:
     reader = Reader(form("<end>"), TOOLS)
     read(['a<call>{"name": "f"}<call>{"name": "g"}'], reader)
     assert [call.name for call in reader.calls] == ["f", "g"]
     assert reader.text == "a"
 
 
-def test_without_tools_call_markers_are_text() -> None:
+def test_call_markers_are_text_if_request_has_no_tools() -> None:
     assert read([CALL], Reader(form(), None)).text == CALL
 
 
-def test_prompt_may_end_inside_reasoning() -> None:
+def test_answer_may_start_inside_reasoning() -> None:
     delta = read(["so</think>then"], Reader(form(), None, reasoning=True))
     assert (delta.reasoning, delta.text) == ("so", "then")
 
 
-def test_finish_reason_length_after_call() -> None:
+def test_finish_reason_after_call_may_be_length() -> None:
     reader = Reader(form(), TOOLS)
     read([CALL, " and"], reader, "length")
     assert reader.reason == "length" and reader.calls

@@ -47,7 +47,7 @@ def _closing() -> Iterator[None]:
 
 
 def asking(told: Dialogue, question: Question, **more: Any) -> dict[str, Any]:
-    """Return what a client is called with to put a question."""
+    """Return the arguments of a client call for a question."""
     messages = told.ask(question)
     system = [m["content"] for m in messages if m["role"] == "system"]
     rest = [m for m in messages if m["role"] != "system"]
@@ -56,7 +56,7 @@ def asking(told: Dialogue, question: Question, **more: Any) -> dict[str, Any]:
 
 
 def total(usage: Any) -> int:
-    """Return the tokens of the prompt."""
+    """Return the number of prompt tokens."""
     return int(
         usage.input_tokens + usage.cache_creation_input_tokens + usage.cache_read_input_tokens
     )
@@ -69,7 +69,7 @@ def text_of(message: Any) -> str:
 # ---- the official client
 
 
-def test_messages(recall_server: Running, told: Dialogue) -> None:
+def test_message_has_answer_and_stop_reason(recall_server: Running, told: Dialogue) -> None:
     for question in told.questions:
         message = client(recall_server).messages.create(**asking(told, question))
         assert text_of(message) == question.answer
@@ -97,7 +97,7 @@ def text_of_blocks(message: Any) -> str:
     return str(block.text)
 
 
-def test_event_order(recall_server: Running, told: Dialogue) -> None:
+def test_stream_events_have_documented_order(recall_server: Running, told: Dialogue) -> None:
     asked = asking(told, told.questions[0], stream=True)
     with client(recall_server).messages.create(**asked) as stream:
         kinds = [event.type for event in stream]
@@ -106,7 +106,7 @@ def test_event_order(recall_server: Running, told: Dialogue) -> None:
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
 
 
-def test_events_are_named_by_type_with_ping(recall_server: Running, told: Dialogue) -> None:
+def test_event_names_match_types_and_include_ping(recall_server: Running, told: Dialogue) -> None:
     asked = asking(told, told.questions[0], stream=True)
     answer = httpx.post(f"{recall_server.url}/v1/messages", json=asked)
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -116,7 +116,9 @@ def test_events_are_named_by_type_with_ping(recall_server: Running, told: Dialog
     assert ["event: ping", 'data: {"type":"ping"}'] in events
 
 
-def test_async_client(recall_server: Running, told: Dialogue) -> None:
+def test_async_client_gets_whole_and_streamed_message(
+    recall_server: Running, told: Dialogue
+) -> None:
     async def ask(question: Question) -> tuple[str, str]:
         async with anthropic.AsyncAnthropic(
             base_url=recall_server.url, api_key="none", max_retries=0
@@ -133,7 +135,7 @@ def test_async_client(recall_server: Running, told: Dialogue) -> None:
         assert found == (question.answer, question.answer)
 
 
-def test_stop_sequences(recall_server: Running, told: Dialogue) -> None:
+def test_stop_sequence_ends_message(recall_server: Running, told: Dialogue) -> None:
     question = told.questions[0]
     asked = asking(told, question, stop_sequences=["~", "."])
     message = client(recall_server).messages.create(**asked)
@@ -144,7 +146,7 @@ def test_stop_sequences(recall_server: Running, told: Dialogue) -> None:
     assert (streamed.stop_reason, streamed.stop_sequence) == ("stop_sequence", ".")
 
 
-def test_max_tokens(recall_server: Running, told: Dialogue) -> None:
+def test_max_tokens_ends_message(recall_server: Running, told: Dialogue) -> None:
     message = client(recall_server).messages.create(**asking(told, told.questions[0], max_tokens=1))
     assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 1)
 
@@ -178,7 +180,7 @@ def test_answer_follows_schema(recall_server: Running, told: Dialogue) -> None:
 
 @pytest.fixture
 def fresh(told: Dialogue) -> Iterator[Running]:
-    """A server of its own, that has read nothing yet."""
+    """A server with an empty cache."""
     with serving() as running:
         yield running
 
@@ -201,7 +203,7 @@ def test_usage_counts_cached_tokens(fresh: Running, told: Dialogue) -> None:
     assert 0 < cold.input_tokens <= 64
 
 
-def test_repeated_prompt_creates_no_cache(fresh: Running, told: Dialogue) -> None:
+def test_usage_of_repeated_prompt_has_no_cache_creation(fresh: Running, told: Dialogue) -> None:
     asked = asking(told, told.questions[0])
     cold = client(fresh).messages.create(**asked).usage
     with client(fresh).messages.stream(**asked) as stream:
@@ -211,7 +213,7 @@ def test_repeated_prompt_creates_no_cache(fresh: Running, told: Dialogue) -> Non
     assert total(warm) == total(cold)
 
 
-def test_other_salt_gets_no_hits(fresh: Running, told: Dialogue) -> None:
+def test_other_cache_salt_gets_no_hits(fresh: Running, told: Dialogue) -> None:
     asked = asking(told, told.questions[0])
     usages = [
         client(fresh).messages.create(**asked, extra_body={"cache_salt": salt}).usage
@@ -232,7 +234,9 @@ def test_message_start_reports_no_cache_hits(fresh: Running, told: Dialogue) -> 
     assert usage.input_tokens == total(events["message_delta"].usage)
 
 
-def test_count_tokens(recall_server: Running, told: Dialogue) -> None:
+def test_count_tokens_matches_usage_without_generating(
+    recall_server: Running, told: Dialogue
+) -> None:
     asked = asking(told, told.questions[0])
     used = total(client(recall_server).messages.create(**asked).usage)
     del asked["max_tokens"]
@@ -245,7 +249,7 @@ def test_count_tokens(recall_server: Running, told: Dialogue) -> None:
 
 
 def held(running: Running) -> dict[tuple[int, int], float]:
-    """Return the nodes that are held, and for how long yet."""
+    """Return the nodes on hold with their remaining seconds."""
     nodes = running.service.engine.ask(lambda view: view.tree()).result(10)
     return {(node.start, node.end): node.held_seconds for node in nodes if node.held_seconds > 0}
 
@@ -287,13 +291,13 @@ def user(*blocks: dict[str, Any] | str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
-    """What renders prompts a character a token, so that they can be read."""
+    """Renders prompts with a token per character, for readable comparisons."""
     _, tokenizer = parrot(tmp_path_factory.mktemp("parrot"), "Hello")
     return Prompts(tokenizer)
 
 
 def spelled(request: CountRequest, prompts: Prompts) -> tuple[str, str | None, float]:
-    """Return a prompt's text, what of it is held, and how long."""
+    """Return a prompt's text, its held part, and the seconds of the hold."""
     prompt = prompt_of(request, prompts)
     text = prompts.decode(prompt.tokens)
     if prompt.hold is None:
@@ -355,7 +359,7 @@ def test_hold_ends_at_cache_breakpoint(name: str, prompts: Prompts) -> None:
     assert seconds == (0.0 if expected is None else 3600.0 if "longest" in name else 300.0)
 
 
-def test_cache_breakpoint_on_tools(prompts: Prompts) -> None:
+def test_cache_breakpoint_on_tools_covers_tools_and_system(prompts: Prompts) -> None:
     tool = {**WEATHER, "cache_control": {"type": "ephemeral"}}
     text, found, _ = spelled(request_of(tools=[tool], messages=[user("Hi")]), prompts)
     assert found == text[: text.index("Hi")]
@@ -399,7 +403,7 @@ def test_prefilled_assistant_turn_is_continued(prompts: Prompts) -> None:
     assert text == "<|user|>Hi<|end|><|assistant|>The answer is"
 
 
-def test_tool_choice_none_offers_no_tools(prompts: Prompts) -> None:
+def test_tool_choice_none_hides_tools_from_model(prompts: Prompts) -> None:
     fields = {"tools": [WEATHER], "messages": [user("Hi")]}
     assert "weather" in spelled(request_of(**fields), prompts)[0]
     none = request_of(**fields, tool_choice={"type": "none"})
@@ -411,7 +415,7 @@ def test_tool_choice_none_offers_no_tools(prompts: Prompts) -> None:
 
 @pytest.fixture(scope="module")
 def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server whose model thinks, says a word and calls a tool."""
+    """A server whose model thinks, writes text and calls a tool."""
     pieces = ("<think>", "Which city?", "</think>", "One moment.", "<tool_call>", CALL)
     model, tokenizer = parrot(tmp_path_factory.mktemp("calling"), *pieces, "</tool_call>")
     with serving(model, tokenizer) as running:
@@ -423,7 +427,7 @@ def weather(**more: Any) -> dict[str, Any]:
     return {**base, **more}
 
 
-def test_tool_use_block(calling: Running) -> None:
+def test_tool_call_becomes_tool_use_block(calling: Running) -> None:
     message = client(calling).messages.create(**weather())
     said, use = message.content
     assert (said.type, said.text) == ("text", "One moment.")
@@ -431,7 +435,7 @@ def test_tool_use_block(calling: Running) -> None:
     assert message.stop_reason == "tool_use"
 
 
-def test_tool_use_in_stream(calling: Running) -> None:
+def test_tool_use_block_is_streamed(calling: Running) -> None:
     with client(calling).messages.stream(**weather()) as stream:
         events = list(stream)
         message = stream.get_final_message()
@@ -443,7 +447,7 @@ def test_tool_use_in_stream(calling: Running) -> None:
     assert starts == stops == [0, 1]
 
 
-def test_without_tools_call_is_text(calling: Running) -> None:
+def test_call_is_text_if_request_has_no_tools(calling: Running) -> None:
     message = client(calling).messages.create(**weather(tools=[]))
     assert text_of(message) == f"One moment.<tool_call>{CALL}</tool_call>"
     assert message.stop_reason == "end_turn"
@@ -459,7 +463,7 @@ STRICT = {
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
-def test_forced_tool_choice(tmp_path: Path, choice: dict[str, str]) -> None:
+def test_forced_tool_choice_gives_tool_use_block(tmp_path: Path, choice: dict[str, str]) -> None:
     """The model by itself would say something else."""
     tools = [{**WEATHER, "input_schema": STRICT}, {**WEATHER, "name": "time"}]
     with serving(*parrot(tmp_path, "Hello")) as running:
@@ -559,7 +563,7 @@ def test_unsupported_fields_are_refused_by_name(name: str, recall_server: Runnin
         assert named in told["error"]["message"]
 
 
-def test_client_raises_its_own_errors(recall_server: Running) -> None:
+def test_client_raises_bad_request_error(recall_server: Running) -> None:
     with pytest.raises(anthropic.BadRequestError, match=r"messages\.0\.content"):
         client(recall_server).messages.create(**weather(messages=[user(IMAGE)]))
     with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
@@ -571,7 +575,7 @@ def test_unknown_request_fields_are_accepted() -> None:
     assert MessagesRequest.model_validate(body).max_tokens == 4
 
 
-def test_parrot_models_have_tool_parser(tmp_path: Path) -> None:
+def test_test_model_tokenizer_has_tool_parser(tmp_path: Path) -> None:
     """The tests' tokenizer was loaded by mlx-lm, with its parser."""
     _, tokenizer = parrot(tmp_path, "Hello")
     assert tokenizer.has_tool_calling

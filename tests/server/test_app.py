@@ -1,4 +1,4 @@
-"""Middleware before all routes; start, drain and end of a server."""
+"""Middleware before all routes; start, drain and shutdown of a server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ask(running: Running, **more: Any) -> httpx.Response:
 # ---- keys, origins, hosts
 
 
-def test_api_key_is_required() -> None:
+def test_missing_api_key_is_401() -> None:
     with serving(api_key="secret") as running:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"x-api-key": "secre"}):
             refused = ask(running, headers=headers)
@@ -72,7 +72,7 @@ def test_api_key_is_required() -> None:
             api.models.list()
 
 
-def test_non_ascii_headers_are_no_key() -> None:
+def test_non_ascii_api_key_is_401() -> None:
     with serving(api_key="secret") as running:
         refused = ask(running, headers={b"x-api-key": "sécret".encode()})
         assert refused.status_code == 401
@@ -162,7 +162,7 @@ JSON = st.recursive(
 
 
 def scanned(body: bytes, size: int) -> BodyScan:
-    """Look at a body that arrives in parts of a size."""
+    """Scan a body that arrives in parts of a size."""
     scan = BodyScan()
     for start in range(0, len(body), size):
         scan.add(body[start : start + size])
@@ -170,7 +170,7 @@ def scanned(body: bytes, size: int) -> BodyScan:
 
 
 @given(JSON, st.integers(1, 9))
-def test_json_depth_matches_value(value: Any, size: int) -> None:
+def test_scanned_json_depth_matches_parsed_value(value: Any, size: int) -> None:
     def depth(of: Any) -> int:
         if isinstance(of, dict):
             of = list(of.values())
@@ -202,7 +202,7 @@ def test_body_cost_is_independent_of_chunks(texts: list[str], ascii_only: bool, 
         (rb'"\ud83e\uddab"', (196, 70)),
     ],
 )
-def test_body_cost(body: bytes | str, cost: tuple[int, int]) -> None:
+def test_body_cost_counts_values_and_depth(body: bytes | str, cost: tuple[int, int]) -> None:
     assert scanned(body.encode() if isinstance(body, str) else body, 5).cost == cost
 
 
@@ -220,7 +220,7 @@ def test_scanning_long_string_takes_no_memory(piece: bytes) -> None:
 # ---- errors, ids, documents
 
 
-def test_unknown_paths_have_error_objects(recall_server: Running) -> None:
+def test_unknown_path_gives_json_error(recall_server: Running) -> None:
     missing = httpx.get(f"{recall_server.url}/v1/nothing")
     assert missing.status_code == 404
     assert missing.json()["error"]["type"] == "not_found_error"
@@ -241,7 +241,7 @@ def test_every_response_has_request_id(recall_server: Running) -> None:
     assert "server" not in strange.headers
 
 
-def test_openapi_document(recall_server: Running) -> None:
+def test_openapi_document_lists_routes_and_error_codes(recall_server: Running) -> None:
     document = httpx.get(f"{recall_server.url}/openapi.json").json()
     for path in (CHAT, "/v1/completions", "/v1/responses", "/v1/models", "/health", "/ready"):
         assert path in document["paths"]
@@ -250,7 +250,7 @@ def test_openapi_document(recall_server: Running) -> None:
     assert "text/event-stream" in chat["responses"]["200"]["content"]
 
 
-def test_unknown_path_or_method_names_alternatives(
+def test_error_of_unknown_path_or_method_lists_alternatives(
     recall_server: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
     missing = httpx.get(f"{recall_server.url}/v1/moderations")
@@ -290,7 +290,7 @@ def test_wrong_type_and_wrong_value_have_different_codes(
         (CHAT, {"tool_choice": "required"}, "tool_choice: no tool is offered"),
         ("/v1/responses", {"input": ["a"]}, "input.0: Input should be a valid dict"),
         ("/v1/responses", {"input": 5}, "input: Input should be a valid string"),
-        ("/v1/responses", {"input": "a", "background": True}, "background is not served; leave"),
+        ("/v1/responses", {"input": "a", "background": True}, "background is not supported; leave"),
     ],
 )
 def test_validation_error_names_location(
@@ -301,7 +301,7 @@ def test_validation_error_names_location(
     assert error["code"] in ("invalid_type", "invalid_value", "unsupported_parameter")
 
 
-def test_docs_page_needs_no_other_host(recall_server: Running) -> None:
+def test_docs_page_loads_no_files_from_other_hosts(recall_server: Running) -> None:
     page = httpx.get(f"{recall_server.url}/docs")
     assert page.headers["content-type"].startswith("text/html")
     assert "http:" not in page.text and "https:" not in page.text and '"//' not in page.text
@@ -319,7 +319,7 @@ def test_docs_page_needs_no_other_host(recall_server: Running) -> None:
 # ---- the end
 
 
-def test_health_and_readiness(recall_server: Running) -> None:
+def test_health_and_ready_routes_return_ok(recall_server: Running) -> None:
     for path in ("/health", "/ready"):
         answer = httpx.get(recall_server.url + path)
         assert (answer.status_code, answer.json()["status"]) == (200, "ok")

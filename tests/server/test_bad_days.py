@@ -42,14 +42,14 @@ CHAT = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4, "m
 
 
 def endless(running: Running, **more: Any) -> dict[str, Any]:
-    """Return a request for text whose end is so unlikely that it does not come."""
+    """Return a completion request that does not end."""
     ends = {str(token): -100 for token in running.service.tokenizer.eos_token_ids}
     return {"prompt": "Hello", "max_tokens": 20_000, "logit_bias": ends, "stream": True, **more}
 
 
 @contextmanager
 def stream(running: Running, **more: Any) -> Iterator[Iterator[str]]:
-    """Begin an endless stream; its first line has come."""
+    """Start an endless stream; return after its first line."""
     asked = endless(running, **more)
     url = f"{running.url}/v1/completions"
     with httpx.stream("POST", url, json=asked, timeout=SOON) as answer:
@@ -65,19 +65,19 @@ def post(running: Running, path: str, **more: Any) -> httpx.Response:
 
 
 def kind(answer: httpx.Response) -> str:
-    """Return the type of an error, in whichever form the path has."""
+    """Return the type of an error in the path's API format."""
     return str(answer.json()["error"]["type"])
 
 
 def at_rest(running: Running) -> bool:
-    """Tell whether no request is open, in the engine and in the server."""
+    """Return whether engine and server have no open request."""
     stats = running.service.engine.stats()
     sequences = stats.waiting + stats.prefilling + stats.running + stats.preempted
     return sequences == 0 and running.service.open_requests == 0
 
 
 def account(running: Running) -> dict[str, int]:
-    """Return the ledger when nobody asks and nothing is kept."""
+    """Return the ledger of an idle server with an empty cache."""
     wait_until(lambda: at_rest(running), SOON)
     running.service.engine.clear()
     running.service.engine.check()
@@ -86,7 +86,7 @@ def account(running: Running) -> dict[str, int]:
 
 @contextmanager
 def unchanged(running: Running) -> Iterator[None]:
-    """See that the ledger is afterwards what it was, byte by byte."""
+    """Check that the ledger is the same before and after, byte by byte."""
     before = account(running)
     yield
     assert account(running) == before
@@ -94,7 +94,7 @@ def unchanged(running: Running) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def busy() -> Iterator[Running]:
-    """A server with one place, which no other request gets, and room for one who waits."""
+    """A server with one slot, which is not shared in turns, and a queue of one."""
     with (
         pytest.MonkeyPatch.context() as patching,
         serving(engine={"max_batch_size": 1, "max_queue": 1}) as running,
@@ -166,7 +166,7 @@ def test_oversized_prompt_is_400(recall_server: Running) -> None:
 
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[Running]:
-    """A server that takes small bodies."""
+    """A server that accepts only small bodies."""
     with serving(max_body_bytes=10_000) as running:
         yield running
 
@@ -198,7 +198,7 @@ def test_invalid_content_length_is_413(narrow: Running) -> None:
 
 
 def raw(running: Running, sent: bytes) -> bytes:
-    """Send bytes and return what comes back until a head is whole, or the server hangs up."""
+    """Send bytes and return the response head, or what arrived before the server closed."""
     with socket.create_connection(("127.0.0.1", running.server.port), timeout=SOON) as peer:
         peer.sendall(sent)
         found = b""
@@ -218,13 +218,13 @@ def test_deeply_nested_json_is_400(recall_server: Running, path: str) -> None:
         assert "64 nested brackets" in refused.json()["error"]["message"]
 
 
-def test_brackets_in_strings_are_not_nesting(recall_server: Running) -> None:
+def test_brackets_in_strings_do_not_count_as_nesting(recall_server: Running) -> None:
     assert post(recall_server, "/v1/completions", prompt="[{" * 200).status_code == 200
 
 
 @contextmanager
 def prompts_wait(running: Running) -> Iterator[None]:
-    """Keep the threads that read prompts from their work."""
+    """Block the threads that tokenize prompts."""
     go_on = threading.Event()
     for worker in (running.service.workers.short, running.service.workers.long):
         worker.submit(go_on.wait, SOON)
@@ -234,7 +234,7 @@ def prompts_wait(running: Running) -> Iterator[None]:
         go_on.set()
 
 
-def test_waiting_prompts_are_bounded(busy: Running) -> None:
+def test_number_of_waiting_prompts_is_bounded(busy: Running) -> None:
     with unchanged(busy), ThreadPoolExecutor(2) as pool:
         with prompts_wait(busy):
             waiting = [pool.submit(post, busy, PATHS[0]) for _ in range(2)]
@@ -257,7 +257,7 @@ def test_incomplete_body_is_408() -> None:
 
 @contextmanager
 def stalled_reader(running: Running) -> Iterator[None]:
-    """Ask for four endless streams and read none: the buffers of sockets fill, then events wait."""
+    """Open four endless streams without reading, until socket buffers fill."""
     small = 65_536  # bytes: by itself a socket's buffer grows to megabytes
     running.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, small)
     body = json.dumps(endless(running, logprobs=20, n=4)).encode()
@@ -270,7 +270,7 @@ def stalled_reader(running: Running) -> Iterator[None]:
         yield
 
 
-def test_slow_reader_is_cancelled() -> None:
+def test_request_of_slow_reader_is_cancelled() -> None:
     """By its unread events, before its connection is closed."""
     with serving(max_unread=50, send_timeout_seconds=300.0) as running, unchanged(running):
         stats = running.service.engine.stats
@@ -284,7 +284,7 @@ def test_slow_reader_is_cancelled() -> None:
         assert post(running, "/v1/completions").status_code == 200
 
 
-def test_stalled_reader_is_disconnected() -> None:
+def test_client_that_stops_reading_is_disconnected() -> None:
     """By its connection."""
     with serving(max_unread=1_000_000, send_timeout_seconds=1.0) as running, unchanged(running):
         with stalled_reader(running):
@@ -293,7 +293,7 @@ def test_stalled_reader_is_disconnected() -> None:
         assert post(running, "/v1/completions").status_code == 200
 
 
-def test_reader_keeping_up_is_not_cancelled() -> None:
+def test_client_reading_in_time_is_not_cancelled() -> None:
     """Negative control: as many events, but they are read."""
     with serving(max_unread=150) as running:
         asked = endless(running, max_tokens=500)
@@ -305,7 +305,7 @@ def test_reader_keeping_up_is_not_cancelled() -> None:
 
 @pytest.fixture(scope="module")
 def timing_out_server() -> Iterator[Running]:
-    """A server that evicts every answer at once."""
+    """A server that times out every request at once."""
     with serving(request_timeout_seconds=0.001) as running:
         yield running
 
@@ -359,7 +359,7 @@ def test_disconnect_while_queued_leaves_nothing(busy: Running) -> None:
 
 
 async def leave(client: httpx.AsyncClient, asked: dict[str, Any], lines: int) -> None:
-    """Begin a stream, read so many lines, and go; without any, not even the head is waited for."""
+    """Start a stream, read a number of lines, and disconnect."""
     if lines == 0:
         with_no_answer = client.post("/v1/completions", json=asked)
         try:
@@ -384,7 +384,7 @@ async def storm(running: Running, clients: int) -> None:
         await asyncio.gather(*(leave(client, one, i % 8) for i, one in enumerate(asked)))
 
 
-def test_many_disconnecting_clients() -> None:
+def test_many_disconnecting_clients_leave_no_requests() -> None:
     with serving(engine={"max_queue": 4_096}) as running, unchanged(running):
         before = running.service.engine.stats()
         asyncio.run(storm(running, LEAVING))
@@ -402,7 +402,7 @@ def test_many_disconnecting_clients() -> None:
 
 @contextmanager
 def failing(running: Running, how: Any, times: int, **only: Any) -> Iterator[None]:
-    """Let the model fail so many times."""
+    """Let the model fail this number of times."""
     engine = running.service.engine
     faulty = engine._later(lambda core: wrap_model(core, Faulty)).result(SOON)
     faulty.arm(how, times, **only)
@@ -454,7 +454,7 @@ def test_clients_raise_stream_error(recall_server: Running) -> None:
             list(ours.messages.create(**CHAT, stream=True))  # type: ignore[call-overload]
 
 
-def test_snapshots_resume_after_failed_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_snapshots_resume_after_error(caplog: pytest.LogCaptureFixture) -> None:
     def fails() -> None:
         raise ValueError("a quoted prompt")
 
@@ -500,11 +500,11 @@ def test_explanation_error_does_not_fail_answer(
 
 
 class Dies(BaseException):
-    """What nobody catches."""
+    """Exception that no handler catches."""
 
 
 def kill(running: Running) -> None:
-    """End the engine's thread as a bug of its own would."""
+    """End the engine's thread as an internal error would."""
 
     def dies(*, send_later: bool) -> bool:
         raise Dies
@@ -592,7 +592,7 @@ sys.exit(penstock.cli.main(sys.argv[1:]))
 def process(
     *flags: str, run: tuple[str, ...] = ("-m", "penstock")
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run `penstock serve` on a free port; its URL is what its banner says."""
+    """Run `penstock serve` on a free port; its URL is read from the banner."""
     with subprocess.Popen(
         [sys.executable, *run, "serve", "--port", "0", *flags],
         stdout=subprocess.PIPE,
@@ -613,14 +613,14 @@ def process(
 
 @pytest.fixture(scope="module")
 def ends(recall_server: Running) -> dict[str, int]:
-    """The bias that makes the embedded model go on."""
+    """Logit bias that keeps the embedded model generating."""
     return {str(token): -100 for token in recall_server.service.tokenizer.eos_token_ids}
 
 
 def follow(
     url: str, asked: dict[str, Any], begun: Callable[[], None], path: str = "/v1/completions"
 ) -> list[str]:
-    """Read a stream to its end; tell when its first line has come."""
+    """Read a stream to its end; signal its first line."""
     with httpx.stream("POST", f"{url}{path}", json=asked, timeout=SOON) as answer:
         lines = []
         for line in answer.iter_lines():
@@ -651,7 +651,7 @@ def test_shutdown_finishes_open_requests_and_refuses_new(ends: dict[str, int]) -
 
 
 def strike(running: subprocess.Popen[str], url: str) -> None:
-    """Kill the engine's thread; again if the fault met a call, which hands it to who has asked."""
+    """Kill the engine's thread, again if a pending call received the fault."""
     until = time.monotonic() + SOON
     while (seen := httpx.get(f"{url}/health", timeout=SOON)).status_code == 200:
         assert time.monotonic() < until, "the engine lives"
@@ -661,7 +661,7 @@ def strike(running: subprocess.Popen[str], url: str) -> None:
 
 
 def ended(running: subprocess.Popen[str]) -> str:
-    """Return what a process whose engine has died has told, once it is over."""
+    """Return the output of a process whose engine died, once it exited."""
     assert running.wait(SOON) == 1
     assert running.stderr is not None
     told = running.stderr.read()
@@ -733,7 +733,7 @@ def test_process_exits_with_1_when_idle_engine_dies() -> None:
         ended(running)
 
 
-def test_conversation_is_correct_after_all_faults(recall_server: Running, told: Dialogue) -> None:
+def test_conversation_is_correct_after_all_errors(recall_server: Running, told: Dialogue) -> None:
     """The shared server has no wrong KV after these tests."""
     for question in told.questions:
         asked = {"messages": told.ask(question), "max_tokens": 32}

@@ -19,7 +19,7 @@ KEY = "a-key-for-tests"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    """A server of its own: what is in its tree matters here."""
+    """A separate server, since the contents of its tree matter."""
     with serving() as running:
         yield running
 
@@ -39,7 +39,7 @@ def chat(http: httpx.Client, messages: list[dict[str, str]], **more: Any) -> dic
 
 
 def fork(told: Dialogue, number: int) -> list[dict[str, str]]:
-    """Return a conversation that begins as others do and goes on for longer than a block."""
+    """Return a conversation with a common beginning and more than a block of its own."""
     text = f"The code of the amber falcon is 48{number}1. " * 16
     return [*told.messages, {"role": "user", "content": text}]
 
@@ -148,7 +148,7 @@ def test_explain_reports_matched_tokens(http: httpx.Client, told: Dialogue) -> N
     assert other["reason"]
 
 
-def test_explain_respects_salt(http: httpx.Client, told: Dialogue) -> None:
+def test_explain_respects_cache_salt(http: httpx.Client, told: Dialogue) -> None:
     messages = told.ask(told.questions[0])
     chat(http, messages, cache_salt="mine")
     assert explain(http, messages=messages, cache_salt="mine")["held_tokens"] > 0

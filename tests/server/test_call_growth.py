@@ -48,7 +48,7 @@ def writing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def slow_down(core: Core) -> None:
-    """Let each step begin later: a server that is behind joins what has come meanwhile."""
+    """Delay each step, so that the server joins the text of several steps."""
     step = core.step
 
     def later(*, send_later: bool) -> bool:
@@ -61,7 +61,7 @@ def slow_down(core: Core) -> None:
 
 @pytest.fixture(scope="module")
 def breaking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A model that writes a call which is no JSON from its middle on."""
+    """A model that writes a call whose JSON becomes invalid halfway."""
     pieces = ("<tool_call>", GROWN[0], GROWN[1], GROWN[3], " nonsense", "</tool_call>")
     model, tokenizer = parrot(tmp_path_factory.mktemp("breaking"), *pieces)
     with serving(model, tokenizer, engine={"memory_limit": "400MB"}) as running:
@@ -76,7 +76,7 @@ def of_anthropic(running: Running) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=running.url, api_key="any", max_retries=0)
 
 
-def test_chat_streams_growing_arguments(writing: Running) -> None:
+def test_chat_streams_partial_arguments(writing: Running) -> None:
     ask: Any = {"model": "any", "messages": MESSAGES, "tools": TOOLS}
     with of_openai(writing) as api:
         chunks = list(api.chat.completions.create(**ask, stream=True))
@@ -96,7 +96,7 @@ def test_chat_streams_growing_arguments(writing: Running) -> None:
     assert "".join(delta.content or "" for delta in deltas) == whole.content == "I write.  Done."
 
 
-def test_responses_stream_growing_arguments(writing: Running) -> None:
+def test_responses_stream_partial_arguments(writing: Running) -> None:
     ask: Any = {"model": "any", "input": "write", "tools": FLAT}
     with of_openai(writing) as api:
         events = list(api.responses.create(**ask, stream=True))
@@ -119,7 +119,7 @@ def test_responses_stream_growing_arguments(writing: Running) -> None:
     assert [e.sequence_number for e in events] == list(range(len(events)))
 
 
-def test_anthropic_streams_growing_arguments(writing: Running) -> None:
+def test_anthropic_streams_partial_arguments(writing: Running) -> None:
     ask: Any = {"model": "any", "max_tokens": 50, "messages": MESSAGES, "tools": NATIVE}
     with of_anthropic(writing) as api:
         events = list(api.messages.create(**ask, stream=True))
@@ -140,7 +140,7 @@ def test_anthropic_streams_growing_arguments(writing: Running) -> None:
     assert order.count("start") == order.count("stop") == 3
 
 
-def test_broken_call_is_ended_and_followed_by_its_text(breaking: Running) -> None:
+def test_invalid_call_is_ended_and_repeated_as_text(breaking: Running) -> None:
     written = "".join(("<tool_call>", GROWN[0], GROWN[1], GROWN[3], " nonsense", "</tool_call>"))
     ask: Any = {"model": "any", "messages": MESSAGES, "tools": TOOLS}
     with of_openai(breaking) as api, of_anthropic(breaking) as other:
@@ -174,7 +174,7 @@ def parts_of(deltas: list[Delta]) -> list[Delta | CallPart]:
     return [part for delta in deltas for part in calls.in_order(delta)]
 
 
-def test_end_of_call_precedes_following_text() -> None:
+def test_end_of_call_is_sent_before_following_text() -> None:
     first, then, text, second = parts_of(
         [
             Delta(growth=(START, ArgumentsPart('{"a"'))),
@@ -187,7 +187,7 @@ def test_end_of_call_precedes_following_text() -> None:
     assert isinstance(second, CallPart) and (second.index, second.call.name) == (1, "g")
 
 
-def test_call_broken_at_start_is_not_reported() -> None:
+def test_call_invalid_from_start_is_only_text() -> None:
     assert parts_of([Delta("x", growth=(START, ArgumentsPart("{"), BROKEN))]) == [Delta("x")]
 
 

@@ -62,7 +62,7 @@ TEXTS = (
 
 
 def marks_of(family: str) -> list[str]:
-    """Return the marks of a family's calls, as they may stand in a text."""
+    """Return the call markers of a family as they may occur in a text."""
     calls = form_of(family).calls
     shape = form_of(family).shape
     assert shape is not None
@@ -77,7 +77,7 @@ def marks_of(family: str) -> list[str]:
 
 
 def values(texts: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
-    """Return a strategy for JSON values with those texts."""
+    """Return a strategy for JSON values that contain those texts."""
     scalars = st.one_of(
         st.none(),
         st.booleans(),
@@ -96,7 +96,7 @@ def values(texts: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
 
 @st.composite
 def calls(draw: st.DrawFn, family: str) -> dict[str, Any]:
-    """Draw the arguments of a call; all texts may hold marks of the family's format."""
+    """Draw the arguments of a call; all texts may contain markers of the family's format."""
     texts = st.lists(st.sampled_from((*TEXTS, *marks_of(family))), max_size=4).map("".join)
     # Gemma's notation has no names by which an argument within another could be told from text.
     nested = values(st.sampled_from(TEXTS) if "gemma" in family else texts)
@@ -120,7 +120,7 @@ def said(events: list[ParsedEvent]) -> str:
 
 @pytest.mark.parametrize("family", FORMS)
 @given(data=st.data())
-def test_written_call_is_parsed_as_call_or_text(family: str, data: st.DataObject) -> None:
+def test_rendered_call_is_parsed_exactly_or_kept_as_text(family: str, data: st.DataObject) -> None:
     """Whole, character by character, and with text after it."""
     arguments = data.draw(calls(family))
     form, text = form_of(family), written_call(family, arguments)
@@ -136,7 +136,7 @@ def test_written_call_is_parsed_as_call_or_text(family: str, data: st.DataObject
 
 
 def may_be_unclear(family: str, arguments: dict[str, Any]) -> bool:
-    """Tell whether a text holds an end of a value with the head of an argument behind it."""
+    """Return whether a text argument contains the start of an argument."""
     calls = form_of(family).calls
     if not isinstance(calls, TagCalls):
         return False
@@ -206,7 +206,7 @@ def test_missing_final_closing_tag_keeps_call() -> None:
         assert read(parse([text], form_of(family), [TOOL])).calls == [("look_up", {"path": "a"})]
 
 
-def test_two_calls_behind_one_marker() -> None:
+def test_two_calls_after_one_marker_are_parsed() -> None:
     text = written_call("qwen3_coder", {"path": "a"})
     head, tail = "<function=look_up>", "\n</tool_call>"
     body = text.partition(head)[2].removesuffix(tail)
@@ -228,7 +228,7 @@ def test_call_inside_unclosed_reasoning_is_a_call() -> None:
         assert (heard.reasoning, heard.calls) == (f"{draft} or not", [("look_up", {"path": "a"})])
 
 
-def test_many_markers_without_calls_take_little_time() -> None:
+def test_parsing_many_markers_without_calls_is_fast() -> None:
     """Each could begin a call, and is scanned to the end of the answer."""
     text = '<tool_call>{"name": "look_up", "arguments": {"path": "' * 4_000
     heard = read(parse([text], form_of("hermes"), [TOOL]))
@@ -239,7 +239,7 @@ VERBATIM = ("it's", "a\\nb", "two\nlines", "'", "''", "\\", "x', y", "'quoted'",
 
 
 @pytest.mark.parametrize("text", VERBATIM)
-def test_verbatim_single_quotes_follow_template(text: str) -> None:
+def test_unescaped_single_quotes_are_parsed_if_template_writes_them(text: str) -> None:
     """As in LFM2.5; elsewhere they are Python strings with escapes."""
     form = replace(form_of("pythonic"), calls=PythonicCalls(verbatim=True))
     call = f"<|tool_call_start|>[look_up(path='{text}', count=3, deep=True)]<|tool_call_end|>"
@@ -251,7 +251,7 @@ def test_verbatim_single_quotes_follow_template(text: str) -> None:
     assert read(parse(python, form_of("pythonic"), [TOOL])).calls == [("look_up", {"path": text})]
 
 
-def test_nested_lists_use_python_notation() -> None:
+def test_nested_lists_are_parsed_as_python_literals() -> None:
     form = replace(form_of("pythonic"), calls=PythonicCalls(verbatim=True))
     call = (
         """<|tool_call_start|>[look_up(path='a', parts=['a', 1, None, "it's"])]<|tool_call_end|>"""
@@ -261,7 +261,7 @@ def test_nested_lists_use_python_notation() -> None:
 
 
 @pytest.mark.parametrize("family", ["seed", "minicpm5"])
-def test_lists_and_objects_in_python_notation(family: str) -> None:
+def test_lists_and_objects_in_python_notation_are_parsed(family: str) -> None:
     """As templates with `| string` write them; JSON is parsed too."""
     parts, options = [1, {"k": ["v", None, True]}], {"k": {"a_b": "it's"}}
     for write in (repr, json.dumps):
@@ -270,7 +270,7 @@ def test_lists_and_objects_in_python_notation(family: str) -> None:
         assert heard.calls == [("look_up", {"path": "a", "parts": parts, "options": options})]
 
 
-def test_verbatim_quotes_are_detected_from_template() -> None:
+def test_unescaped_quotes_are_detected_from_template() -> None:
     shown = """<|tool_call_start|>{{- "'" + arg_value + "'" -}}"""
     made = SimpleNamespace(chat_template=shown, has_thinking=False, eos_token_ids=[])
     made.get_vocab, made.has_tool_calling = dict, True

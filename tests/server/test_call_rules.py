@@ -82,7 +82,7 @@ MARKS = Marks({text: END + 1 + at for at, text in enumerate(SPECIAL)}, {END})
 
 
 def follows(grammar: str | None, text: str, marks: Marks = NO_MARKS) -> bool:
-    """Tell whether a text follows a grammar to its end; a mark in it is its special token."""
+    """Return whether a text follows a grammar to its end, with markers as special tokens."""
     assert grammar is not None
     matcher = LLMatcher(TOKENS, grammar)
     assert not matcher.is_error(), matcher.get_error()
@@ -169,7 +169,7 @@ def test_tagged_arguments_follow_types(family: str, marks: Marks) -> None:
 
 @pytest.mark.parametrize("marks", [MARKS, NO_MARKS], ids=["special", "spelt"])
 @pytest.mark.parametrize("family", ["gemma4", "function_gemma"])
-def test_gemma_notation_nests(family: str, marks: Marks) -> None:
+def test_gemma_grammar_supports_nested_schemas(family: str, marks: Marks) -> None:
     """Also for recursive schemas; keys that are no words stand between markers."""
     quote = "<escape>" if family == "function_gemma" else '<|"|>'
     node = {
@@ -212,7 +212,7 @@ def test_call_end_marker_is_never_inside_arguments() -> None:
     assert follows(grammar, call.replace("so </tool_call>", "so </tool_cal>"))
 
 
-def test_unenforceable_tag_schemas_are_named() -> None:
+def test_unenforceable_tag_schemas_are_reported() -> None:
     properties = {
         "a b": {"type": "string"},
         "c": {"$ref": "#/properties/d"},
@@ -267,13 +267,13 @@ def test_reasoning_may_mention_calls(marks: Marks) -> None:
 
 
 @pytest.mark.parametrize("family", BARE)
-def test_unenforced_rules_are_named(family: str) -> None:
+def test_unenforced_rules_are_reported(family: str) -> None:
     form = FORMS[family]
     made = free_call_grammar(form, STRICT, ["look_up"], {"patch": "start: /a/"})
     assert made.grammar is None and made.unenforced == ("look_up:strict", "patch:grammar")
 
 
-def test_list_of_calls_behind_one_marker() -> None:
+def test_list_of_calls_after_one_marker_follows_schemas() -> None:
     form: AnswerFormat = form_of("nemotron")
     grammar = free_call_grammar(form, STRICT, {"look_up"}).grammar
     calls = [("look_up", {"text": "a"}), ("look_up_all", {"text": "z"})]
@@ -295,7 +295,7 @@ def test_custom_tool_input_follows_its_grammar() -> None:
         assert not follows(grammar, written("hermes", "patch", {"input": text + "so"}))
 
 
-def test_recursive_grammar_is_named() -> None:
+def test_recursive_grammar_is_reported_as_unenforced() -> None:
     form = form_of("hermes")
     custom = {"type": "function", "function": {"name": "nest", "parameters": {"type": "object"}}}
     made = free_call_grammar(form, [custom], (), {"nest": 'start: "(" start? ")"'})
@@ -303,7 +303,7 @@ def test_recursive_grammar_is_named() -> None:
     assert follows(made.grammar, written("hermes", "nest", {"input": "(("}))
 
 
-def test_oversized_custom_grammars_are_named() -> None:
+def test_oversized_custom_grammars_are_reported_as_unenforced() -> None:
     """A grammar may have 65,536 characters; one input has 36,000."""
     numbers = [f"{number:05}" for number in range(4_500)]
     lark = "start: " + " ".join(map(dumped, numbers))
@@ -319,7 +319,7 @@ def test_oversized_custom_grammars_are_named() -> None:
     assert follows(made.grammar, written("hermes", "two", {"input": "0"}))
 
 
-def test_too_many_tools_for_grammar_are_named() -> None:
+def test_too_many_tools_for_grammar_are_reported() -> None:
     names = [f"look_up_{number}" for number in range(600)]
     tools = [{"type": "function", "function": {"name": name}} for name in names]
     made = free_call_grammar(form_of("hermes"), tools, names[:3])
@@ -328,7 +328,7 @@ def test_too_many_tools_for_grammar_are_named() -> None:
     assert free_call_grammar(form_of("hermes"), tools[:99], names[:3]).grammar is not None
 
 
-def test_oversized_grammar_is_not_quoted() -> None:
+def test_oversized_grammar_is_rejected_without_escaping() -> None:
     custom = {"type": "function", "function": {"name": "patch", "parameters": {"type": "object"}}}
     wide = "start: " + " ".join(f"/[a-z{number}]/" for number in range(200_000))
     before = time.process_time()
@@ -352,7 +352,7 @@ def test_schema_with_many_branches_is_fast(last: dict[str, Any]) -> None:
     assert time.process_time() - before < 1
 
 
-def test_names_and_schemas_are_quoted() -> None:
+def test_names_and_schemas_are_escaped_in_grammar() -> None:
     shape = form_of("hermes").shape
     assert shape is not None
     schema = {"properties": {'a"b': {"const": "</tool_call>"}}, "required": ['a"b']}

@@ -102,7 +102,7 @@ def test_encrypted_reasoning_round_trips(calling: Running) -> None:
     assert "<think>Hm.</think>" in read(calling.service.prompts, input=[item])
 
 
-def test_items_join_to_one_assistant_message(calling: Running) -> None:
+def test_consecutive_items_join_to_one_assistant_message(calling: Running) -> None:
     commit = {"type": "reasoning", "encrypted_content": sealed("So."), "summary": []}
     found = read(calling.service.prompts, input=[*CODEX_SECOND[2:3], commit, *CODEX_SECOND[4:]])
     assert found == (
@@ -136,7 +136,7 @@ def test_required_custom_call_follows_grammar(tmp_path: Path) -> None:
         assert item.input[:3].isdigit() and item.input[3:] == "/x"
 
 
-def test_voluntary_custom_call_follows_grammar(tmp_path: Path) -> None:
+def test_optional_custom_call_follows_grammar(tmp_path: Path) -> None:
     """The client requires nothing, and the model would break the grammar."""
     head = '{"name": "number", "arguments": {"input": "'
     said = ("I count. ", "<tool_call>", head, "abc", '"}}', "</tool_call>")

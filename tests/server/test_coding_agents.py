@@ -36,7 +36,7 @@ THINKING = TEMPLATE.replace("{{ message.content }}", THINKS + "{{ message.conten
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
-    """What renders prompts a character a token, so that they can be read."""
+    """Renders prompts with a token per character, for readable comparisons."""
     return Prompts(parrot(tmp_path_factory.mktemp("p"), "Hello", template=THINKING)[1])
 
 
@@ -84,7 +84,7 @@ def test_second_turn_is_cached(running: Running, stream: bool) -> None:
     assert second["cache_read_input_tokens"] >= 0.8 * total(second)
 
 
-def test_title_follows_schema(running: Running) -> None:
+def test_title_request_follows_schema(running: Running) -> None:
     answer = post(running, {**CLAUDE_TITLE, "stream": False})
     assert answer.status_code == 200, answer.text
     (block,) = answer.json()["content"]
@@ -98,7 +98,7 @@ def test_count_tokens_matches_prompt(running: Running) -> None:
         assert counted.json()["input_tokens"] == total(usage_of(post(running, body)))
 
 
-def test_anthropic_client(running: Running) -> None:
+def test_anthropic_client_sends_agent_request(running: Running) -> None:
     body = claude_code(CLAUDE_SECOND, max_tokens=8)
     for name in ("stream", "context_management", "container", "mcp_servers", "never_seen_before"):
         del body[name]
@@ -112,7 +112,7 @@ def test_anthropic_client(running: Running) -> None:
     )
 
 
-def test_server_side_tools_are_dropped_and_named(running: Running) -> None:
+def test_server_side_tools_are_dropped_and_listed_in_header(running: Running) -> None:
     for stream in (True, False):
         answer = post(running, claude_code(CLAUDE_FIRST, stream=stream, max_tokens=4))
         assert "x-penstock-left-out" not in answer.headers
@@ -172,7 +172,7 @@ def test_history_reasoning_reaches_template(prompts: Prompts) -> None:
     assert said in found
 
 
-def test_non_text_content_in_history_is_named(prompts: Prompts) -> None:
+def test_non_text_content_in_history_is_replaced_by_placeholder(prompts: Prompts) -> None:
     found = read(prompts, messages=CLAUDE_SECOND)
     assert (
         "<|tool|>A picture:\n\n[image left out]\n\n[tool reference Read left out]<|end|>" in found
@@ -191,14 +191,16 @@ def test_non_text_content_in_history_is_named(prompts: Prompts) -> None:
     assert "<|user|>A text.<|end|>" in found
 
 
-def test_non_text_question_is_refused(running: Running) -> None:
+def test_non_text_content_in_last_message_is_refused(running: Running) -> None:
     turns = [*CLAUDE_SECOND[:3], {"role": "user", "content": [text("?"), IMAGE]}, CLAUDE_FIRST[1]]
     answer = post(running, claude_code(turns))
     assert answer.status_code == 400
     assert "messages.3.content.1: content of type 'image'" in answer.json()["error"]["message"]
 
 
-def test_image_in_tool_message_is_named(running: Running, prompts: Prompts) -> None:
+def test_image_in_tool_message_is_replaced_by_placeholder(
+    running: Running, prompts: Prompts
+) -> None:
     """Agents put an image that a tool read beside its result."""
     loop = [CLAUDE_SECOND[2], {**CLAUDE_SECOND[3]}]
     loop[1]["content"] = [*loop[1]["content"], text("a.png:"), IMAGE]

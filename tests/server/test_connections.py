@@ -31,7 +31,7 @@ MODELS = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
 
 @dataclass(frozen=True)
 class Process:
-    """A server in a process of its own."""
+    """A server in a separate process."""
 
     popen: subprocess.Popen[str]
     port: int
@@ -44,7 +44,7 @@ class Process:
 
 @contextmanager
 def process(*flags: str, files: tuple[int, int] | None = None) -> Iterator[Process]:
-    """Start a server that may have so many files open (soft, hard)."""
+    """Start a server with these open-file limits (soft, hard)."""
 
     def limit() -> None:
         if files is not None:
@@ -75,7 +75,7 @@ def connect(port: int, sent: bytes = b"") -> socket.socket:
 
 
 def read(peer: socket.socket) -> bytes:
-    """Return what comes until the server closes."""
+    """Return what arrives until the server closes."""
     found = b""
     with suppress(ConnectionError):
         while part := peer.recv(65_536):
@@ -95,7 +95,7 @@ def healthy(port: int) -> bool:
 
 
 def is_open(peer: socket.socket) -> bool:
-    """Tell whether the server has not closed a connection on which it says nothing."""
+    """Return whether a silent connection is still open."""
     peer.setblocking(False)
     try:
         return peer.recv(1) != b""
@@ -175,7 +175,7 @@ def test_importing_mlx_lm_does_not_lower_file_limit() -> None:
 
 @pytest.fixture(scope="module")
 def quick() -> Iterator[Running]:
-    """A server behind a key that waits for less long than by default."""
+    """A server with an API key and short timeouts."""
     with serving(
         api_key=KEY,
         head_timeout_seconds=1.0,
@@ -226,7 +226,7 @@ def test_slow_request_gets_408(quick: Running) -> None:
     assert ask(quick.server.port, b"") == b""
 
 
-def test_unread_response_is_dropped(quick: Running) -> None:
+def test_connection_with_unread_response_is_closed(quick: Running) -> None:
     """The rest of the response waits in this process's buffers."""
     with socket.socket() as peer:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2_048)
@@ -273,7 +273,7 @@ def test_pipelining_is_bounded(quick: Running, monkeypatch: pytest.MonkeyPatch) 
 
 
 def endless(port: int, begin: bytes, piece: bytes, most_bytes: int = 96 * MEGABYTE) -> int:
-    """Send a head that does not end; return how many bytes were taken."""
+    """Send a head without end; return the number of bytes accepted."""
     taken = 0
     with connect(port, begin) as peer, suppress(ConnectionError):
         while taken < most_bytes:
@@ -302,7 +302,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_oversized_heads_take_no_memory(alone: Process, name: str) -> None:
+def test_oversized_request_heads_take_no_memory(alone: Process, name: str) -> None:
     assert healthy(alone.port)
     before = alone.rss
     taken = endless(alone.port, *LARGE[name])
@@ -311,7 +311,7 @@ def test_oversized_heads_take_no_memory(alone: Process, name: str) -> None:
     assert healthy(alone.port)
 
 
-def test_many_incomplete_heads_take_little_memory(alone: Process) -> None:
+def test_many_incomplete_request_heads_take_little_memory(alone: Process) -> None:
     """Each connection may hold its maximum; the total is bounded too."""
     head = MODELS + b"x: " + b"a" * 60_000
     with ExitStack() as stack:
@@ -323,7 +323,7 @@ def test_many_incomplete_heads_take_little_memory(alone: Process) -> None:
 
 
 @pytest.mark.parametrize(("size", "status"), [(60_000, 401), (70_000, 431)])
-def test_large_head_is_refused(alone: Process, size: int, status: int) -> None:
+def test_too_large_request_head_is_refused(alone: Process, size: int, status: int) -> None:
     head = MODELS + b"Connection: close\r\nx: " + b"a" * size + b"\r\n\r\n"
     assert ask(alone.port, head).startswith(f"HTTP/1.1 {status} ".encode())
 

@@ -59,7 +59,7 @@ def test_model_without_sampling_is_greedy(tmp_path: Path) -> None:
     assert load_all(MODEL_PATH).sampling == {"temperature": 0.0}
 
 
-def test_model_part_has_sampling_of_whole(tmp_path: Path) -> None:
+def test_rank_loads_same_default_sampling_as_whole_model(tmp_path: Path) -> None:
     """A rank loads with `load_part`; defaults come from rank 0's folder."""
     folder = shutil.copytree(MODEL_PATH, tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps(WILD))

@@ -1,4 +1,4 @@
-"""A new dialect is one file: llama.cpp's `/completion`, implemented here."""
+"""A new API format is one file: llama.cpp's `/completion`, implemented here."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def read(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
             yield json.loads(line.removeprefix("data: "))
 
 
-def test_custom_dialect_matches_other_apis(server: Running) -> None:
+def test_custom_api_format_matches_other_apis(server: Running) -> None:
     other = post(server, "/v1/completions", max_tokens=16, temperature=0).json()
     whole = post(server)
     assert whole.status_code == 200 and whole.headers["content-type"] == "application/json"
@@ -132,7 +132,7 @@ def test_custom_dialect_matches_other_apis(server: Running) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_custom_dialect_enforces_grammar(server: Running, stream: bool) -> None:
+def test_custom_api_format_enforces_grammar(server: Running, stream: bool) -> None:
     answer = post(server, json_schema={"enum": ["teal"]}, stream=stream)
     parts = [*read(answer.iter_lines())] if stream else [answer.json()]
     assert "".join(part["content"] for part in parts) == '"teal"'
@@ -145,7 +145,7 @@ def test_unreadable_body_is_refused_before_stream(server: Running, stream: bool)
     assert server.service.open_requests == 0
 
 
-def test_stream_error_has_dialect_format(server: Running) -> None:
+def test_stream_error_has_custom_api_format(server: Running) -> None:
     body = {"prompt": PROMPT, "n_predict": 20_000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/completion", json=body, timeout=60) as answer:
         events = read(answer.iter_lines())

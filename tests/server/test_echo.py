@@ -34,7 +34,7 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """The embedded model as mlx-lm runs it, without an engine."""
+    """The embedded model run by mlx-lm without an engine."""
     return load(MODEL_PATH)[0]
 
 
@@ -87,7 +87,7 @@ def test_echo_matches_model_log_likelihoods(server: Running, model: Any) -> None
     assert [c["text"] for c in again] == texts
 
 
-def test_answer_after_echo_extends_lists(server: Running) -> None:
+def test_logprob_lists_cover_echoed_prompt_and_answer(server: Running) -> None:
     (whole,) = complete(server, QUESTION, max_tokens=4)
     (plain,) = complete(server, QUESTION, max_tokens=4, echo=False)
     assert whole["text"] == QUESTION + plain["text"]
@@ -129,7 +129,7 @@ def test_stream_waits_for_prompt_logprobs(server: Running) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_final_token_has_logprob(server: Running, stream: bool) -> None:
+def test_stop_token_has_logprob_with_echo(server: Running, stream: bool) -> None:
     """Evaluations read the last entry as that of the generated token."""
     prompt = prompts_of(server)[0]
     body = {"prompt": prompt, "max_tokens": 1, "echo": True, "logprobs": 1}
@@ -154,7 +154,7 @@ def test_prompt_logprobs_have_vllm_format(server: Running, model: Any) -> None:
     check_form(model, prompt, choice["prompt_logprobs"], 2)
 
 
-def test_prompt_logprobs_of_chat(server: Running, model: Any) -> None:
+def test_chat_prompt_logprobs_match_model(server: Running, model: Any) -> None:
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     answer = post(
         server, "/v1/chat/completions", messages=messages, max_tokens=1, prompt_logprobs=0

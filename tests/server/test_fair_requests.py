@@ -1,4 +1,4 @@
-"""A short request beside a maximal one does not wait for it."""
+"""A short request does not wait for a large one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_short_request_does_not_wait_for_large_one(running: Running, path: str) 
 
 
 def ask_from(address: str, url: str, **more: Any) -> httpx.Response:
-    """Ask from another address of this machine, which is another client."""
+    """Send a request from another local address, which is another client."""
     transport = httpx.HTTPTransport(local_address=address)
     with httpx.Client(transport=transport, timeout=60) as client:
         body = {"messages": HELLO, "max_tokens": 2, **more}
@@ -85,7 +85,7 @@ def test_client_filling_queue_leaves_room_for_others() -> None:
         assert statuses == [200] * 4
 
 
-def test_prompts_of_one_call_share_client_and_group(running: Running) -> None:
+def test_prompts_of_one_request_share_client_and_group(running: Running) -> None:
     engine = running.service.engine
     with httpx.stream("POST", f"{running.url}/v1/completions", json=LARGE["/v1/completions"]):
         wait_until(lambda: engine.stats().running == 8)

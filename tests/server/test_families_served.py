@@ -41,7 +41,7 @@ SERVED = {
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_reasoning_and_call_reach_all_clients(name: str, tmp_path: Path) -> None:
+def test_reasoning_and_calls_are_parsed_by_all_clients(name: str, tmp_path: Path) -> None:
     pieces, shown, flags = SERVED[name]
     model = parrot(tmp_path, *pieces, template=shown + TEMPLATE)
     asked: Any = {"model": "any", "messages": [{"role": "user", "content": "look"}]}

@@ -28,7 +28,7 @@ ASKED: Any = {"model": "any", "messages": [{"role": "user", "content": "So?"}]}
 
 @pytest.fixture(scope="module")
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A model that reasons, and then says nothing of the form that is demanded."""
+    """A model that reasons, and then ignores the required format."""
     model = parrot(
         tmp_path_factory.mktemp("thinker"),
         *("<think>", "Let me see.", "</think>", "Nothing"),
@@ -79,7 +79,7 @@ def test_required_call_starts_after_reasoning(api: openai.OpenAI) -> None:
     assert choice.message.reasoning_content == "Let me see."  # type: ignore[attr-defined]
 
 
-def test_without_reasoning_schema_starts_at_once(api: openai.OpenAI) -> None:
+def test_schema_starts_at_once_without_reasoning(api: openai.OpenAI) -> None:
     """Negative control."""
     off = {"chat_template_kwargs": {"enable_thinking": False}}
     (choice,) = api.chat.completions.create(
@@ -89,7 +89,7 @@ def test_without_reasoning_schema_starts_at_once(api: openai.OpenAI) -> None:
     assert getattr(choice.message, "reasoning_content", None) is None
 
 
-def test_responses_and_streams(api: openai.OpenAI) -> None:
+def test_responses_and_streams_follow_schema_after_reasoning(api: openai.OpenAI) -> None:
     text: Any = {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}
     answer = api.responses.create(model="any", input="So?", text=text, max_output_tokens=99)
     assert json.loads(answer.output_text).keys() == {"ok"}
@@ -103,7 +103,7 @@ def test_responses_and_streams(api: openai.OpenAI) -> None:
     assert "".join(thoughts) == "Let me see."
 
 
-def test_anthropic_thinking_with_schema(thinker: Running) -> None:
+def test_anthropic_schema_starts_after_thinking(thinker: Running) -> None:
     form: Any = {"format": {"type": "json_schema", "schema": SCHEMA}}
     with anthropic.Anthropic(base_url=thinker.url, api_key="x", max_retries=0) as api:
         message = api.messages.create(

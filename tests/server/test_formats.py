@@ -52,11 +52,11 @@ def tokenizer(template: Any) -> Any:
 
 
 def parser_of(name: str) -> Any:
-    """Return the function that mlx-lm names for a template."""
+    """Return the parser function that mlx-lm selects for a template."""
     return import_module(f"mlx_lm.tool_parsers.{name}").parse_tool_call
 
 
-def test_non_json_tags_are_not_parsed_as_json() -> None:
+def test_non_json_template_is_not_taken_for_json_tools() -> None:
     """mlx-lm mistakes MiniMax M3's template for JSON between tags."""
     for text, name in (("{{ tool_call.name }}", "json_tools"), ('<invoke name="', "none")):
         made = tokenizer(f"<tool_call> tool_call.name <arg_key> {text}")
@@ -64,7 +64,7 @@ def test_non_json_tags_are_not_parsed_as_json() -> None:
         assert answer_format(made).call_name == name
 
 
-def test_muse_spark_headers_name_recipient() -> None:
+def test_muse_spark_format_reads_reasoning_from_headers() -> None:
     """Unless a flag turns headers off."""
     made = tokenizer("<atem:function_calls>")
     made.has_tool_calling = True
@@ -76,7 +76,7 @@ def test_muse_spark_headers_name_recipient() -> None:
 
 
 @pytest.mark.parametrize("template", SHOWN)
-def test_format_is_detected_from_template(template: str) -> None:
+def test_answer_format_is_detected_from_template(template: str) -> None:
     form = answer_format(tokenizer(template))
     assert (form.call_name, form.reasoning_name) == SHOWN[template]
     tools_have_their_own = {"default": "Hello", "tool_use": template}
@@ -123,7 +123,7 @@ def test_fenced_arguments_are_detected_from_template(behind: str, fenced: bool) 
     assert answer_format(made).calls == DeepSeekCalls(fenced=fenced)
 
 
-def test_text_markers_open_reasoning(tmp_path: Path) -> None:
+def test_plain_text_markers_open_reasoning(tmp_path: Path) -> None:
     template = "{{ messages[0].content }}[/THINK]{% if add_generation_prompt %}[THINK]\n{% endif %}"
     prompts = Prompts(parrot(tmp_path, "Hello", template=template)[1])
     talk = [{"role": "user", "content": "[THINK]"}]

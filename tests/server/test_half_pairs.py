@@ -1,4 +1,4 @@
-"""Lone surrogates in bodies become U+FFFD, and fail no request."""
+"""Lone surrogates in bodies become U+FFFD, without failing the request."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def test_lone_surrogate_becomes_replacement_character(path: str, recall_server: 
     "body",
     [rb'"\ud83e\udd8a"', rb'"\\ud83d"', rb'"\\\\ud83d"', "\U0001f98a\ud7ff".encode(), rb'"\u00ed"'],
 )
-def test_whole_pairs_and_escapes_are_unchanged(body: bytes) -> None:
+def test_surrogate_pairs_and_escapes_are_unchanged(body: bytes) -> None:
     assert whole_pairs_in(body) == body
 
 
-def test_each_lone_surrogate_is_replaced_separately() -> None:
+def test_every_lone_surrogate_is_replaced_separately() -> None:
     assert whole_pairs_in(rb'"\ud83d\ud83e\udd8a\udd8a"') == rb'"\ufffd\ud83e\udd8a\ufffd"'
     assert whole_pairs_in(rb'"\\\ud83d"') == rb'"\\\ufffd"'

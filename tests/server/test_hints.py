@@ -1,4 +1,4 @@
-"""A router's hint of a request equals the engine's prompt."""
+"""The hint that a router derives from a request equals the engine's prompt."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_hint_matches_engine_prompt(name: str, recall_server: Running) -> None:
+def test_routing_hint_matches_engine_prompt(name: str, recall_server: Running) -> None:
     path, body = REQUESTS[name]
     service = recall_server.service
     service.engine.clear()
@@ -73,5 +73,7 @@ def test_hint_matches_engine_prompt(name: str, recall_server: Running) -> None:
         ("/v1/cache/explain", b'{"prompt": "hi"}'),
     ],
 )
-def test_unreadable_request_has_no_hint(path: str, body: bytes, recall_server: Running) -> None:
+def test_invalid_request_has_no_routing_hint(
+    path: str, body: bytes, recall_server: Running
+) -> None:
     assert hint_of(path, body, recall_server.service.prompts) is None

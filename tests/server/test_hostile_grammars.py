@@ -73,7 +73,7 @@ def post(server: Running, path: str, body: dict[str, Any], seconds: float = 120)
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a trial take a tenth of a second."""
+    """Limit a trial to a tenth of a second."""
     monkeypatch.setattr(grammar_trials, "COMPILE_SECONDS", 0.1)
 
 
@@ -135,7 +135,7 @@ def test_short_requests_continue_during_grammar_trials(
     assert all(one.result().status_code == 400 for one in asked)
 
 
-def test_schema_of_disconnected_client_is_not_tried(recall_server: Running) -> None:
+def test_schema_of_disconnected_client_is_not_compiled(recall_server: Running) -> None:
     workers, busy = recall_server.service.workers, threading.Event()
     workers.compiling.submit(busy.wait, 60)
     trials = grammar_trials.grammar_trials

@@ -1,4 +1,4 @@
-"""Headers of images, and addresses of remote ones: nothing is decoded, nothing private asked."""
+"""Image headers and remote addresses: nothing is decoded, no private address is fetched."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ WEBP = {
     ],
     ids=["PNG", "JPEG", "GIF", *WEBP],
 )
-def test_size_is_read_from_the_header(data: bytes, form: str) -> None:
+def test_image_size_is_read_from_header(data: bytes, form: str) -> None:
     file = file_of(data)
     assert (file.format, file.width, file.height) == (form, 80, 60)
 
@@ -57,7 +57,7 @@ def test_pixels_are_bounded_before_decoding(side: int) -> None:
 @given(
     st.binary(max_size=80), st.sampled_from([PNG, JPEG[:20], b"GIF89a", b"RIFF\0\0\0\0WEBPVP8X"])
 )
-def test_any_bytes_are_a_file_or_refused(rest: bytes, head: bytes) -> None:
+def test_random_bytes_are_valid_image_or_refused(rest: bytes, head: bytes) -> None:
     try:
         file = file_of(head + rest)
     except ImageError:
@@ -85,7 +85,7 @@ def test_private_addresses_are_refused(host: str) -> None:
 
 
 @pytest.mark.parametrize("number", ["8.8.8.8", "2606:4700:4700::1111"])
-def test_public_addresses_are_taken(number: str) -> None:
+def test_public_addresses_are_accepted(number: str) -> None:
     assert public_address(number, 443) == number
 
 

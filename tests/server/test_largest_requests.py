@@ -1,4 +1,4 @@
-"""The largest promised request is admitted, in several families.
+"""The largest advertised request is admitted, in several families.
 
 The banner, `max_model_len` and `plan --measure` show one number, the service's.
 """
@@ -25,7 +25,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "falcon_h1", "deepseek_v2"])
-def test_promised_context_is_exact(family: str) -> None:
+def test_advertised_context_length_is_exact(family: str) -> None:
     model = tiny_families.build(family)
     if getattr(model.args, "max_position_embeddings", None):
         model.args.max_position_embeddings = 1 << 20  # so that memory is what ends a request

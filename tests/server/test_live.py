@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from html.parser import HTMLParser
 from importlib.resources import files
 from typing import Any
 
 import httpx
 import pytest
+from live_snapshots import watching
 from patience import SOON
 from servers import Running, serving, slow_shutdown, wait_until
 
@@ -28,21 +27,6 @@ PAGE = files("penstock.server") / "page"
 def server() -> Iterator[Running]:
     with serving() as running:
         yield running
-
-
-@contextmanager
-def watching(url: str) -> Iterator[Iterator[dict[str, Any]]]:
-    """Follow the snapshots of a server."""
-
-    def parsed(answer: httpx.Response) -> Iterator[dict[str, Any]]:
-        for line in answer.iter_lines():
-            if line.startswith("data: "):
-                yield json.loads(line.removeprefix("data: "))
-
-    with httpx.stream("GET", f"{url}/v1/live", timeout=SOON) as answer:
-        assert answer.status_code == 200
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        yield parsed(answer)
 
 
 def chat(url: str, messages: list[dict[str, str]], **more: Any) -> dict[str, Any]:

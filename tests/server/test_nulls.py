@@ -46,7 +46,7 @@ KINDS: list[tuple[Any, type[BaseModel], str, dict[str, Any]]] = [
 
 
 def examples(wanted: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
-    """Yield pairs of values of a type: with null in each optional field, and without the fields."""
+    """Yield pairs of values of a type: with null in each optional field, and without them."""
     origin = get_origin(wanted)
     if origin in (Required, NotRequired) or getattr(wanted, "__metadata__", None):
         yield from examples(get_args(wanted)[0], depth)
@@ -93,12 +93,12 @@ def objects(wanted: Any, depth: int) -> Iterator[tuple[Any, Any]]:
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
-    """Prompts of a template that writes tools and calls."""
+    """Prompts of a template that renders tools and calls."""
     return Prompts(parrot(tmp_path_factory.mktemp("parrot"), "Hello")[1])
 
 
 def read(form: type[BaseModel], body: dict[str, Any]) -> Any:
-    """Return what a body holds, without nulls; None where it is refused."""
+    """Return the parsed body; None if it is refused."""
     try:
         return without_nulls(form.model_validate_json(json.dumps(body)).model_dump())
     except ValidationError:
@@ -112,7 +112,7 @@ def without_nulls(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("params", "form", "path", "base"), KINDS, ids=[k[2] for k in KINDS])
-def test_null_equals_missing_field(
+def test_null_field_equals_missing_field(
     prompts: Prompts, params: Any, form: Any, path: str, base: dict[str, Any]
 ) -> None:
     hints = get_type_hints(params, include_extras=False)

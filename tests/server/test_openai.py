@@ -52,7 +52,7 @@ def prompt_of(running: Running, messages: Any) -> tuple[int, ...]:
 # ---- chat
 
 
-def test_chat_completions(recall_server: Running, told: Dialogue) -> None:
+def test_chat_completion_has_answer_and_usage(recall_server: Running, told: Dialogue) -> None:
     with client(recall_server) as api:
         for question in told.questions:
             messages: Any = told.ask(question)
@@ -71,7 +71,7 @@ def test_chat_completions(recall_server: Running, told: Dialogue) -> None:
             )
 
 
-def test_stream_matches_whole(recall_server: Running, told: Dialogue) -> None:
+def test_streamed_chat_matches_whole(recall_server: Running, told: Dialogue) -> None:
     messages: Any = told.ask(told.questions[0])
     with client(recall_server) as api:
         whole = api.chat.completions.create(model="any", messages=messages)
@@ -96,14 +96,14 @@ def test_stream_matches_whole(recall_server: Running, told: Dialogue) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_stream_without_usage(recall_server: Running, told: Dialogue) -> None:
+def test_stream_has_usage_only_on_request(recall_server: Running, told: Dialogue) -> None:
     messages: Any = told.ask(told.questions[0])
     with client(recall_server) as api:
         chunks = list(api.chat.completions.create(model="any", messages=messages, stream=True))
     assert all(chunk.usage is None and chunk.choices for chunk in chunks)
 
 
-def test_async_client(recall_server: Running, told: Dialogue) -> None:
+def test_async_client_gets_whole_and_streamed_chat(recall_server: Running, told: Dialogue) -> None:
     """Many at once, whole and streamed."""
 
     async def ask(api: openai.AsyncOpenAI, question: Any, stream: bool) -> str:
@@ -155,7 +155,7 @@ def test_sampling_matches_engine(
     assert made.choices[0].message.content == expected.text
 
 
-def test_several_choices(recall_server: Running, told: Dialogue) -> None:
+def test_several_choices_are_returned_and_streamed(recall_server: Running, told: Dialogue) -> None:
     messages: Any = told.ask(told.questions[0])
     how: dict[str, Any] = {"n": 3, "temperature": 3.0, "seed": 3, "max_tokens": 8}
     with client(recall_server) as api:
@@ -178,7 +178,9 @@ def test_several_choices(recall_server: Running, told: Dialogue) -> None:
     assert made.usage.prompt_tokens == len(prompt_of(recall_server, messages)), "read once"
 
 
-def test_stop_and_length(recall_server: Running, told: Dialogue) -> None:
+def test_stop_string_and_max_tokens_set_finish_reason(
+    recall_server: Running, told: Dialogue
+) -> None:
     question = told.questions[0]
     messages: Any = told.ask(question)
     with client(recall_server) as api:
@@ -193,7 +195,7 @@ def test_stop_and_length(recall_server: Running, told: Dialogue) -> None:
             assert short.usage.completion_tokens == 1
 
 
-def test_logprobs(recall_server: Running, told: Dialogue) -> None:
+def test_logprobs_match_engine(recall_server: Running, told: Dialogue) -> None:
     messages: Any = told.ask(told.questions[0])
     how: dict[str, Any] = {"logprobs": True, "top_logprobs": 3}
     with client(recall_server) as api:
@@ -232,7 +234,7 @@ def cached(made: Any) -> int:
     return int(made.usage.prompt_tokens_details.cached_tokens)
 
 
-def test_cached_tokens_match_engine_hits(fresh: Running, told: Dialogue) -> None:
+def test_cached_tokens_match_hit_tokens_of_engine(fresh: Running, told: Dialogue) -> None:
     messages: Any = told.ask(told.questions[0])
     with client(fresh) as api:
         first = api.chat.completions.create(model="any", messages=messages)
@@ -274,7 +276,7 @@ def test_prediction_is_proposed_and_counted(told: Dialogue) -> None:
     assert accepted[2][1] > 0
 
 
-def test_choices_do_not_count_hits_on_each_other(fresh: Running, told: Dialogue) -> None:
+def test_choices_of_one_request_are_not_cache_hits(fresh: Running, told: Dialogue) -> None:
     """The second choice's prefix was just computed by the first."""
     messages: Any = told.ask(told.questions[0])
     with client(fresh) as api:
@@ -282,7 +284,7 @@ def test_choices_do_not_count_hits_on_each_other(fresh: Running, told: Dialogue)
     assert cached(made) == 0
 
 
-def test_other_salt_gets_no_hits(fresh: Running, told: Dialogue) -> None:
+def test_other_cache_salt_gets_no_hits(fresh: Running, told: Dialogue) -> None:
     messages: Any = told.ask(told.questions[0])
     with client(fresh) as api:
         for salt, hit in (("a", False), ("b", False), ("a", True), (None, False)):
@@ -291,7 +293,7 @@ def test_other_salt_gets_no_hits(fresh: Running, told: Dialogue) -> None:
             assert bool(cached(made)) is hit
 
 
-def test_prompt_cache_key_holds_prompt(fresh: Running, told: Dialogue) -> None:
+def test_prompt_cache_key_puts_hold_on_prompt(fresh: Running, told: Dialogue) -> None:
     plain, keyed = (told.ask(question) for question in told.questions[:2])
     with client(fresh) as api:
         api.chat.completions.create(model="any", messages=plain)  # type: ignore[arg-type]
@@ -310,7 +312,7 @@ def held_seconds(running: Running) -> float:
 
 @pytest.fixture(scope="module")
 def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A model that says something, and calls a tool twice."""
+    """A model that writes text and calls a tool twice."""
     model, tokenizer = parrot(
         tmp_path_factory.mktemp("calling"), "I look it up. ", CALL, " And again: ", CALL + " "
     )
@@ -318,7 +320,7 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
-def test_tool_calls(calling: Running) -> None:
+def test_tool_calls_are_returned_and_streamed(calling: Running) -> None:
     messages: Any = [{"role": "user", "content": "look"}]
     with client(calling) as api:
         made = api.chat.completions.create(model="any", messages=messages, tools=TOOLS)
@@ -342,7 +344,7 @@ def test_tool_calls(calling: Running) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"tools": TOOLS, "tool_choice": "none"}])
-def test_without_tools_call_is_text(calling: Running, more: dict[str, Any]) -> None:
+def test_call_is_text_if_request_has_no_tools(calling: Running, more: dict[str, Any]) -> None:
     messages: Any = [{"role": "user", "content": "look"}]
     with client(calling) as api:
         made = api.chat.completions.create(model="any", messages=messages, **more)
@@ -351,7 +353,7 @@ def test_without_tools_call_is_text(calling: Running, more: dict[str, Any]) -> N
     assert made.choices[0].finish_reason == "stop"
 
 
-def test_tool_result_is_rendered(calling: Running) -> None:
+def test_tool_result_is_rendered_into_prompt(calling: Running) -> None:
     with client(calling) as api:
         messages: Any = [{"role": "user", "content": "look"}]
         made = api.chat.completions.create(model="any", messages=messages, tools=TOOLS)
@@ -370,7 +372,7 @@ def test_tool_result_is_rendered(calling: Running) -> None:
 ONE_CALL = ["look_up"]
 
 
-def test_parallel_tool_calls_false(calling: Running) -> None:
+def test_parallel_tool_calls_false_returns_one_call(calling: Running) -> None:
     """The model calls twice; only the first call is returned."""
     messages: Any = [{"role": "user", "content": "look"}]
     with client(calling) as api:
@@ -397,7 +399,7 @@ def test_parallel_tool_calls_false(calling: Running) -> None:
                 assert response.parallel_tool_calls is (len(calls) > 1)
 
 
-def test_anthropic_disable_parallel_tool_use(calling: Running) -> None:
+def test_anthropic_disable_parallel_tool_use_returns_one_call(calling: Running) -> None:
     tool: Any = {"name": "look_up", "input_schema": {"type": "object"}}
     with anthropic.Anthropic(base_url=calling.url, api_key="none", max_retries=0) as api:
         for alone in (False, True):
@@ -417,7 +419,7 @@ def test_anthropic_disable_parallel_tool_use(calling: Running) -> None:
                 assert message.stop_reason == "tool_use"
 
 
-def test_developer_role_is_system(calling: Running) -> None:
+def test_developer_role_is_rendered_as_system(calling: Running) -> None:
     """The template has no developer role."""
     with client(calling) as api:
         for role in ("system", "developer"):
@@ -449,7 +451,7 @@ STRICT: list[Any] = [
 ]
 
 
-def test_forced_tool_choice(tmp_path: Path) -> None:
+def test_forced_tool_choice_gives_tool_call(tmp_path: Path) -> None:
     """The model by itself would say something else."""
     messages: Any = [{"role": "user", "content": "look"}]
     flat = [{"type": "function", **tool["function"]} for tool in STRICT]
@@ -537,7 +539,7 @@ def test_invalid_schema_is_refused(recall_server: Running, wanted: Any, param: s
 # ---- completions
 
 
-def test_completions(recall_server: Running, told: Dialogue) -> None:
+def test_completion_of_tokens_matches_chat_answer(recall_server: Running, told: Dialogue) -> None:
     messages = told.ask(told.questions[0])
     tokens = list(prompt_of(recall_server, messages))
     with client(recall_server) as api:
@@ -559,7 +561,7 @@ def test_completions(recall_server: Running, told: Dialogue) -> None:
     assert chunks[-1].usage.completion_tokens == made.usage.completion_tokens
 
 
-def test_completions_of_several_prompts(recall_server: Running, told: Dialogue) -> None:
+def test_completions_of_several_prompts_keep_order(recall_server: Running, told: Dialogue) -> None:
     prompts = [
         list(prompt_of(recall_server, told.ask(question))) for question in told.questions[:2]
     ]
@@ -579,7 +581,7 @@ def test_completions_of_several_prompts(recall_server: Running, told: Dialogue) 
     assert made.usage.prompt_tokens == sum(len(prompt) for prompt in prompts)
 
 
-def test_completions_echo_and_logprobs(recall_server: Running) -> None:
+def test_completion_has_echo_and_logprobs(recall_server: Running) -> None:
     text = "The code of the amber falcon is"
     with client(recall_server) as api:
         echoed = api.completions.create(model="any", prompt=text, max_tokens=3, echo=True)
@@ -642,7 +644,9 @@ def refusal(server: Running, path: str, prompt: Any) -> str:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/cache/explain"])
 @pytest.mark.parametrize("token", [-1, 3_025, 2**31, -(2**70)])
-def test_nonexistent_token_is_named(recall_server: Running, path: str, token: int) -> None:
+def test_token_outside_vocabulary_is_named_in_error(
+    recall_server: Running, path: str, token: int
+) -> None:
     prompts: list[Any] = [[token], [1, token, -2]]
     if path == "/v1/completions":
         prompts.append([[1], [2, token]])
@@ -684,7 +688,7 @@ def test_response_has_text_status_and_usage(recall_server: Running, told: Dialog
         assert plain.output_text
 
 
-def test_response_events(recall_server: Running, told: Dialogue) -> None:
+def test_response_events_have_documented_order(recall_server: Running, told: Dialogue) -> None:
     items: Any = told.ask(told.questions[0])
     with client(recall_server) as api, api.responses.stream(model="any", input=items) as stream:
         events = list(stream)
@@ -709,7 +713,7 @@ def test_response_events(recall_server: Running, told: Dialogue) -> None:
     assert final.output_text.strip() == told.questions[0].answer
 
 
-def test_response_tool_calls(calling: Running) -> None:
+def test_response_has_tool_call_items(calling: Running) -> None:
     with client(calling) as api:
         made = api.responses.create(model="any", input="look", tools=FLAT)
         kinds = [item.type for item in made.output]
@@ -787,7 +791,7 @@ def test_response_messages_have_own_logprobs(calling: Running) -> None:
     assert message.content[0].logprobs[0].token == "I look it up. "
 
 
-def test_response_usage(tmp_path: Path) -> None:
+def test_response_usage_counts_reasoning_and_cached_tokens(tmp_path: Path) -> None:
     """Reasoning is counted, and cached tokens never exceed the prompt."""
     pieces = ("<think>", "I wonder. ", "</think>", "It is so.")
     model, tokenizer = parrot(tmp_path, *pieces, marks=("<think>", "</think>"))
@@ -855,7 +859,7 @@ def test_unsupported_responses_fields_are_refused(recall_server: Running, more: 
 # ---- models, and what there is not
 
 
-def test_models(recall_server: Running) -> None:
+def test_models_route_lists_and_retrieves_model(recall_server: Running) -> None:
     with client(recall_server) as api:
         assert [model.id for model in api.models.list()] == [MODEL_NAME]
         assert api.models.retrieve(MODEL_NAME).owned_by == "penstock"
@@ -864,7 +868,7 @@ def test_models(recall_server: Running) -> None:
         assert missing.value.code == "model_not_found"
 
 
-def test_embeddings_are_refused(recall_server: Running) -> None:
+def test_embeddings_of_text_model_are_404(recall_server: Running) -> None:
     with client(recall_server) as api, pytest.raises(openai.APIStatusError) as refused:
         api.embeddings.create(model="any", input="a")
     assert refused.value.status_code == 404
@@ -906,7 +910,7 @@ def test_response_stream_error_events() -> None:
     assert (last.response.error.code, last.response.error.message) == (error.code, error.message)
 
 
-def test_response_repeats_settings(recall_server: Running) -> None:
+def test_response_repeats_request_settings(recall_server: Running) -> None:
     """Clients read them without checking for their presence."""
     flat = {"type": "function", "name": "f"}
     with client(recall_server) as api:
@@ -1037,7 +1041,7 @@ def test_request_timeout_is_reported(told: Dialogue) -> None:
 
 
 def long_request(stream: bool) -> dict[str, Any]:
-    """A request that goes on for a long time: token 300, again and again."""
+    """Return a long request: token 300, again and again."""
     return {
         "messages": [{"role": "user", "content": "Hello!"}],
         "max_tokens": 20_000,
@@ -1046,7 +1050,7 @@ def long_request(stream: bool) -> dict[str, Any]:
     }
 
 
-def test_comments_keep_stream_alive(told: Dialogue) -> None:
+def test_stream_has_comments_during_prefill(told: Dialogue) -> None:
     words = " ".join(["wandering"] * 1_500)
     body = {
         "messages": [{"role": "user", "content": words}],
@@ -1085,7 +1089,7 @@ def test_disconnect_cancels_request(stream: bool) -> None:
         assert running.service.recent[-1].state == "cancelled"
 
 
-def test_recent_requests_have_figures_without_text(fresh: Running, told: Dialogue) -> None:
+def test_recent_request_records_have_no_text(fresh: Running, told: Dialogue) -> None:
     messages: Any = told.ask(told.questions[0])
     with client(fresh) as api:
         api.chat.completions.create(model="any", messages=messages)

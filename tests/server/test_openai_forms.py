@@ -1,4 +1,4 @@
-"""Newer and older forms of OpenAI's requests, through its client."""
+"""Newer and legacy fields of OpenAI's requests, through its client."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def client(running: Running) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A model that reasons, says something, and calls a tool."""
+    """A model that reasons, writes text, and calls a tool."""
     pieces = ("<think>", "I wonder. ", "</think>", "I look it up. ", CALL)
     model, tokenizer = parrot(
         tmp_path_factory.mktemp("thinking"), *pieces, marks=("<think>", "</think>")
@@ -45,7 +45,7 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """The same in smaller tokens, so that a grammar can change the argument alone."""
+    """The same model with smaller tokens, so that a grammar can change one argument."""
     head, *rest = CALL.partition("falcon")
     pieces = ("<think>", "I wonder. ", "</think>", "I look it up. ", "<tool_call>")
     model, tokenizer = parrot(
@@ -60,7 +60,7 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 # ---- usage
 
 
-def test_chat_usage_details(thinking: Running) -> None:
+def test_chat_usage_has_details(thinking: Running) -> None:
     with client(thinking) as api:
         made = api.chat.completions.create(model="any", messages=MESSAGES)
         *_, last = api.chat.completions.create(
@@ -107,7 +107,7 @@ def test_input_tokens_are_counted(recall_server: Running) -> None:
             api.responses.input_tokens.count(model="any")
 
 
-def test_input_items_of_stored_response(recall_server: Running) -> None:
+def test_input_items_of_stored_response_are_paged(recall_server: Running) -> None:
     said: list[Any] = [{"role": "user", "content": f"Number {n}."} for n in range(5)]
     with client(recall_server) as api:
         made = api.responses.create(model="any", max_output_tokens=2, input=said)
@@ -150,7 +150,7 @@ def test_allowed_tools_leave_prompt_unchanged(tmp_path: Path) -> None:
             assert item.type == "function_call" and item.name == name
 
 
-def test_text_precedes_allowed_calls(thinking: Running) -> None:
+def test_allowed_tools_auto_prevents_other_calls(thinking: Running) -> None:
     """With `auto`, calls of tools that are not allowed are prevented."""
     with client(thinking) as api:
         answers = {}
@@ -227,7 +227,7 @@ def test_invalid_allowed_tools_are_refused(recall_server: Running, allowed: Any)
 # ---- functions
 
 
-def test_legacy_functions(thinking: Running) -> None:
+def test_legacy_functions_match_tools(thinking: Running) -> None:
     ask: Any = {"model": "any", "messages": MESSAGES, "functions": FUNCTIONS}
     with client(thinking) as api:
         (choice,) = api.chat.completions.create(**ask).choices

@@ -1,4 +1,4 @@
-"""Harmony is parsed as by `openai-harmony`: channel, recipient and content.
+"""Harmony is parsed as `openai-harmony` does: channel, recipient and content.
 
 The library is looked for in this environment, or behind PENSTOCK_HARMONY, the Python of another
 one. Its vocabulary lies in TIKTOKEN_ENCODINGS_BASE or TIKTOKEN_RS_CACHE_DIR, or is fetched once.
@@ -28,7 +28,7 @@ Said = tuple[str, str, list[tuple[str, Any]]]
 
 
 def said_by(messages: list[list[str]]) -> Said | None:
-    """Return what messages say to a client; None if a call among them is not whole."""
+    """Return the client's view of messages; None if a call is incomplete."""
     reasoning, said, calls = "", "", list[tuple[str, Any]]()
     for channel, recipient, content in messages:
         name = recipient.removeprefix("functions.")

@@ -45,7 +45,7 @@ def long_prompt(told: Dialogue) -> str:
     return " ".join(message["content"] for message in told.messages)
 
 
-def test_page_chat_memory_tree_and_explanation(
+def test_page_shows_chat_memory_tree_and_explanation(
     browser: Any, server: Running, told: Dialogue, shots: Path
 ) -> None:
     with opened(browser, server.url) as page:
@@ -145,7 +145,7 @@ def test_page_shows_dead_engine(browser: Any) -> None:
         page.faults.clear()  # the browser tells each 503
 
 
-def test_page_shows_dead_server_and_grays_figures(browser: Any, server: Running) -> None:
+def test_page_shows_dead_server_and_grays_out_figures(browser: Any, server: Running) -> None:
     with opened(browser, server.url) as page:
         expect(page.locator("#state")).to_have_text("live")
         expect(page.locator("#board")).not_to_have_class(re.compile("stale"))
@@ -156,7 +156,7 @@ def test_page_shows_dead_server_and_grays_figures(browser: Any, server: Running)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_page_fits_phone(
+def test_page_fits_phone_screen(
     browser: Any, told: Dialogue, shots: Path, scheme: str, tmp_path: Path
 ) -> None:
     with serving(engine={"ssd_cache_dir": tmp_path, "ssd_cache_limit": "1GB"}) as server:
@@ -180,14 +180,19 @@ def _check_phone_layout(browser: Any, server: Running, shots: Path, scheme: str)
         for box in page.get_by_role("treeitem").all():
             size = box.bounding_box()
             assert size["width"] >= 56 and size["height"] >= 26, "a finger meets it"
+        for bar in page.locator("#rows .meter").all():
+            assert bar.bounding_box()["width"] >= 60
         page.locator("[data-term=nodes]").tap()
         expect(page.locator("#memory-meaning")).to_contain_text("boxes of the prefix tree")
         for name in ("Chat", "Memory", "Tree", "Requests"):
             expect(page.get_by_role("link", name=name, exact=True)).to_be_visible()
         page.screenshot(path=shots / f"phone-{scheme}.png", full_page=True)
-        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        level = sum(int(part) for part in re.findall(r"\d+", background)[:3])
-        assert (level < 200) == (scheme == "dark")
+        assert _is_dark(page) == (scheme == "dark")
+
+
+def _is_dark(page: Any) -> bool:
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return sum(int(part) for part in re.findall(r"\d+", background)[:3]) < 200
 
 
 def test_page_escapes_text_and_blocks_foreign_scripts(browser: Any, server: Running) -> None:
@@ -219,14 +224,15 @@ def test_api_docs_page_renders(browser: Any, server: Running, shots: Path) -> No
 def test_page_theme_can_be_chosen(browser: Any, server: Running) -> None:
     with opened(browser, server.url, color_scheme="light") as page:
         expect(page.locator("#state")).to_have_text("live")
+        assert not _is_dark(page)
         page.get_by_role("button", name="Light or dark").click()
-        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+        assert _is_dark(page)
         page.reload()
-        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+        assert _is_dark(page)
 
 
 @pytest.mark.skipif("PENSTOCK_SCREENSHOT" not in os.environ, reason="takes a minute")
-def test_docs_screenshot_of_page(browser: Any, shots: Path, tmp_path: Path) -> None:
+def test_docs_screenshot_of_page_is_taken(browser: Any, shots: Path, tmp_path: Path) -> None:
     """Agents that share prompts, more than memory holds, and a chat."""
     still = {"reduced_motion": "reduce", "viewport": {"width": 1440, "height": 1150}}
     engine = {"memory_limit": "90MB", "ssd_cache_dir": tmp_path, "ssd_cache_limit": "1GB"}
@@ -263,7 +269,7 @@ def test_docs_screenshot_of_page(browser: Any, shots: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.skipif("PENSTOCK_SCREENSHOT" not in os.environ, reason="takes a minute")
-def test_docs_screenshot_of_conversation(browser: Any) -> None:
+def test_docs_screenshot_of_conversation_is_taken(browser: Any) -> None:
     """Two turns with a real model, and an unsent third."""
     loaded = load_all("smollm2", weights_dtype="float32")
     still = {"reduced_motion": "reduce", "viewport": {"width": 1440, "height": 900}}
@@ -285,7 +291,7 @@ def _ask(url: str, told: Dialogue, questions: range) -> None:
 
 @contextmanager
 def _agents(running: Running) -> Iterator[None]:
-    """Keep six conversations going; three share a prompt, and take up another after a while."""
+    """Keep six conversations going; three share a prompt and switch to another later."""
     (end,) = running.service.tokenizer.eos_token_ids
     stop = threading.Event()
     began = time.monotonic()

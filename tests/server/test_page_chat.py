@@ -46,7 +46,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def sent_bodies(page: Any) -> list[dict[str, Any]]:
-    """Collect the bodies of the chat requests that a page sends from now on."""
+    """Record the bodies of the page's chat requests from now on."""
     bodies: list[dict[str, Any]] = []
     page.on(
         "request",
@@ -57,7 +57,7 @@ def sent_bodies(page: Any) -> list[dict[str, Any]]:
     return bodies
 
 
-def test_reasoning_is_collapsed_and_sent_back(browser: Any, thinker: Running) -> None:
+def test_reasoning_is_collapsed_and_resent_in_history(browser: Any, thinker: Running) -> None:
     with opened(browser, thinker.url) as page:
         bodies = sent_bodies(page)
         answer = say(page, "Well?")
@@ -90,13 +90,13 @@ def test_markdown_is_rendered_without_scripts(browser: Any, thinker: Running) ->
         expect(answer).to_contain_text("[a trap](javascript:window.broken=true)")
         expect(answer.locator("img")).to_have_count(0)
         expect(answer).to_contain_text("onerror=")
-        answer.get_by_role("button", name="Copy").click()
+        answer.get_by_role("button", name="Copy", exact=True).click()
         expect(answer.get_by_role("button", name="Copied")).to_be_visible()
         assert page.evaluate("navigator.clipboard.readText()") == 'print("a < b")'
         assert page.evaluate("window.broken") is None
 
 
-def test_failed_turn_is_not_resent(browser: Any, recall_server: Running) -> None:
+def test_failed_turn_is_left_out_of_next_request(browser: Any, recall_server: Running) -> None:
     with opened(browser, recall_server.url) as page:
         expect(page.locator("#state")).to_have_text("live")
         bodies = sent_bodies(page)
@@ -115,7 +115,7 @@ def test_failed_turn_is_not_resent(browser: Any, recall_server: Running) -> None
         page.faults.clear()  # the browser tells the request that was cut
 
 
-def test_error_message_is_a_sentence(browser: Any, tmp_path: Path) -> None:
+def test_error_message_has_remedy_in_full_sentence(browser: Any, tmp_path: Path) -> None:
     model, tokenizer = parrot(tmp_path, "Yes", context=64)
     with serving(model, tokenizer) as running, opened(browser, running.url) as page:
         expect(page.locator("#state")).to_have_text("live")
@@ -176,7 +176,7 @@ def test_footer_links_work_with_key(browser: Any) -> None:
         page.faults[:] = [said for said in page.faults if "401" not in said]
 
 
-def test_memory_terms_have_explanations(browser: Any, recall_server: Running) -> None:
+def test_memory_terms_show_explanations_on_click(browser: Any, recall_server: Running) -> None:
     with opened(browser, recall_server.url) as page:
         meaning = page.locator("#memory-meaning")
         for word in ("Weights", "Buffers", "Index"):
@@ -188,7 +188,7 @@ def test_memory_terms_have_explanations(browser: Any, recall_server: Running) ->
         expect(page.locator("#queue-meaning")).to_contain_text("make room for another")
 
 
-def test_chart_scales_to_use_or_limit(browser: Any, recall_server: Running) -> None:
+def test_chart_scale_follows_usage_or_limit(browser: Any, recall_server: Running) -> None:
     with opened(browser, recall_server.url) as page:
         chart = page.locator("#chart")
         expect(chart).to_have_attribute("aria-label", re.compile(r"drawn up to [3-7]\d\.\d\sMB"))
@@ -270,7 +270,7 @@ def test_model_without_template_continues_text(browser: Any, tmp_path: Path) -> 
     assert [body["prompt"] for body in bodies] == [ASK, f"{ASK}One, two, three, "]
 
 
-def test_images_are_refused_where_model_reads_none(browser: Any, thinker: Running) -> None:
+def test_images_are_refused_if_model_has_no_vision(browser: Any, thinker: Running) -> None:
     paste = """() => {
         const files = new DataTransfer();
         files.items.add(new File(["x"], "x.png", { type: "image/png" }));

@@ -1,4 +1,4 @@
-"""Parsing of every family's answers, for any pieces; broken calls are text."""
+"""Parsing of every family's answers in any pieces; invalid calls are text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CUT_EVERYWHERE = 20
 
 
 def damaged(answer: Written, random: Random) -> str:
-    """Break an answer: its end is cut off, or a piece of it is left out, doubled or replaced."""
+    """Damage an answer: truncate it, or drop, duplicate or replace a part."""
     text = answer.text
     at = random.randrange(len(text) + 1)
     size = random.randrange(1, 6)
@@ -112,7 +112,7 @@ BROKEN = {
 }
 
 
-def test_text_after_broken_call_only_if_call_began() -> None:
+def test_invalid_call_is_reported_only_if_started() -> None:
     events = Events({"look_up"})
     events.broken("plain")
     events.start("look_up")
@@ -124,7 +124,7 @@ def test_text_after_broken_call_only_if_call_began() -> None:
 @pytest.mark.parametrize(
     ("family", "text"), [(family, text) for family, texts in BROKEN.items() for text in texts]
 )
-def test_broken_call_is_text(family: str, text: str) -> None:
+def test_invalid_call_is_text(family: str, text: str) -> None:
     """With its markers, whether or not its arguments were already streamed."""
     heard = read(parse([text], form_of(family)))
     assert (heard.said, heard.calls) == (text, [])
@@ -138,7 +138,7 @@ ESCAPED = {
 
 
 @pytest.mark.parametrize("text", ESCAPED)
-def test_json_string_escapes(text: str) -> None:
+def test_json_string_escapes_are_decoded(text: str) -> None:
     answer = f'<tool_call>{{"name": "look_up", "arguments": {{"text": "{text}"}}}}</tool_call>'
     for pieces in ([answer], answer):
         calls = read(parse(pieces, form_of("hermes"))).calls
@@ -146,14 +146,14 @@ def test_json_string_escapes(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [r"\x41", r"\u12g4", r"\u12", r"\U1234", r"\'"])
-def test_invalid_json_escape_breaks_call(text: str) -> None:
+def test_invalid_json_escape_makes_call_text(text: str) -> None:
     answer = f'<tool_call>{{"name": "look_up", "arguments": {{"text": "{text}"}}}}</tool_call>'
     for pieces in ([answer], answer):
         heard = read(parse(pieces, form_of("hermes")))
         assert (heard.said, heard.calls) == (answer, [])
 
 
-def test_arguments_after_nested_block_follow_comma() -> None:
+def test_arguments_after_json_block_are_merged() -> None:
     answer = (
         '<|open|>tools<|sep|><|open|>call tool="look_up"<|sep|>'
         '<|open|>json type="object"<|sep|>{"n": 1}<|close|>json<|sep|>'
@@ -165,7 +165,7 @@ def test_arguments_after_nested_block_follow_comma() -> None:
         assert calls == [("look_up", {"n": 1, "text": "x"})]
 
 
-def test_lists_grow_in_json_families() -> None:
+def test_list_arguments_are_streamed_partially() -> None:
     parser = form_of("glm47").parser(TOOLS)
     text = "<tool_call>look_up\n<arg_key>list</arg_key>\n<arg_value>[1, 2"
     seen = [event.text for event in parser.feed(text) if isinstance(event, ArgumentsPart)]
@@ -182,14 +182,14 @@ def test_arguments_may_be_json_string(text: str) -> None:
 
 
 @pytest.mark.parametrize("arguments", ["", ', "arguments": null', ', "arguments": {}'])
-def test_call_without_arguments(arguments: str) -> None:
+def test_call_without_arguments_is_parsed(arguments: str) -> None:
     answer = f'<tool_call>{{"name": "look_up"{arguments}}}</tool_call>'
     for pieces in ([answer], answer):
         assert read(parse(pieces, form_of("hermes"))).calls == [("look_up", {})]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_without_tools_calls_are_text(family: str) -> None:
+def test_calls_are_text_if_request_has_no_tools(family: str) -> None:
     form = form_of(family)
     for number in range(20):
         answer = written(family, Random(number))
@@ -201,7 +201,7 @@ def test_without_tools_calls_are_text(family: str) -> None:
             assert name in heard.said
 
 
-def test_whole_call_before_broken_one_is_kept() -> None:
+def test_valid_call_before_invalid_one_is_kept() -> None:
     text = '<TOOLCALL>[{"name": "look_up", "arguments": {}}, {"name": oh'
     heard = read(parse([text], form_of("nemotron")))
     assert (heard.calls, heard.said) == ([("look_up", {})], ', {"name": oh')
@@ -214,14 +214,14 @@ def test_all_calls_of_one_section_are_read(family: str) -> None:
     assert (heard.calls, heard.said.strip()) == (answer.calls, f"{answer.said}so".strip())
 
 
-def test_text_behind_broken_call_without_mark_is_read_once_more() -> None:
+def test_call_inside_invalid_call_is_parsed() -> None:
     """So a later broken call can be read again, too, and the call within it is found."""
     begun = '[1] <|python_tag|>{"name": "look_up", "parameters": {"text": "'
     heard = read(parse([f"{begun}<|python_tag|>[look_up(text=2)]"], form_of("llama")))
     assert (heard.calls, heard.said) == ([("look_up", {"text": 2})], begun)
 
 
-def test_arguments_grow_as_written() -> None:
+def test_arguments_are_streamed_as_written() -> None:
     parser = form_of("hermes").parser(TOOLS)
     parser.feed('<tool_call>{"name": "write_file", "arguments"')
     assert parser.feed(': {"text": "one') == [
@@ -232,14 +232,14 @@ def test_arguments_grow_as_written() -> None:
     assert parser.feed('"}}') == [ArgumentsPart('"}'), CallEnd()]
 
 
-def test_call_broken_after_start_is_reported() -> None:
+def test_call_invalid_after_start_is_reported() -> None:
     parser = form_of("hermes").parser(TOOLS)
     text = '<tool_call>{"name": "look_up", "arguments": {"a": oh'
     assert parser.feed(text) == [CallStart("look_up"), ArgumentsPart('{"a": ')]
     assert parser.feed(" no") == [CallBroken(), TextPart(f"{text} no")]
 
 
-def test_harmony_recipient_forms() -> None:
+def test_harmony_recipient_is_read_from_any_header_form() -> None:
     """With or without `to=`, before or after the channel, with or without a type."""
     for header in (
         "<|channel|>commentary functions.look_up<|message|>",
@@ -255,7 +255,7 @@ def test_harmony_recipient_forms() -> None:
     assert read(parse([odd], form_of("harmony"))).said == odd, "this is no header"
 
 
-def test_muse_self_message_is_reasoning() -> None:
+def test_muse_spark_message_to_itself_is_reasoning() -> None:
     form = form_of("muse_spark, with headers")
     call = MLX_LM["muse_spark"]([("look_up", {"text": "x"})])
     text = f" to=self<|message|>{call}<|eom|><|start|>assistant to=user<|message|>So<|eot|>"
@@ -280,7 +280,7 @@ def test_harmony_builtin_tools_are_not_called() -> None:
     assert (heard.reasoning, heard.calls) == ("print(1)", [])
 
 
-def test_mistral_tool_name_and_call_id() -> None:
+def test_mistral_tool_name_and_call_id_are_separated() -> None:
     text = '[TOOL_CALLS]look_up[CALL_ID]a1b2c3d4e[ARGS]{"text": "x[CALL_ID]y[ARGS]"}'
     heard = read(parse([text], form_of("mistral")))
     assert heard.calls == [("look_up", {"text": "x[CALL_ID]y[ARGS]"})]
@@ -327,14 +327,14 @@ def test_function_gemma_bare_word_is_string() -> None:
     assert heard.calls == [("look_up", {"text": "Rome", "n": 2})]
 
 
-def test_gemma_quote_ends_string_before_next_member() -> None:
+def test_gemma_quote_inside_string_is_kept() -> None:
     """In an object a member begins with its key; in a list any text begins one."""
     form = form_of("gemma4")
     for given in ({"text": 'a<|"|>, b'}, {"any": {"deep": 'a<|"|>, b'}}, {"any": ["a", 5]}):
         assert read(parse([written_call("gemma4", given)], form)).calls == [("look_up", given)]
 
 
-def test_value_with_end_of_call_is_whole_in_any_pieces() -> None:
+def test_value_containing_end_of_call_is_parsed_whole() -> None:
     form = form_of("qwen3_coder")
     given = {"text": "a\n</parameter>\n</function>\n</tool_call> b"}
     call = written_call("qwen3_coder", given)
@@ -342,12 +342,12 @@ def test_value_with_end_of_call_is_whole_in_any_pieces() -> None:
         assert read(parse([call[:cut], call[cut:]], form)).calls == [("look_up", given)], cut
 
 
-def test_mistral_mark_without_call_is_text() -> None:
+def test_mistral_marker_without_call_is_text() -> None:
     heard = read(parse(["[TOOL_CALLS] {} so"], form_of("mistral")))
     assert (heard.said, heard.calls) == ("[TOOL_CALLS] {} so", [])
 
 
-def test_text_is_reread_up_to_limit() -> None:
+def test_text_is_parsed_again_up_to_limit() -> None:
     source = AnswerText()
     source.unread("x" * (MOST_REREAD - 1))
     assert source.rereads

@@ -1,4 +1,4 @@
-"""Base URLs as people type them, and unsupported methods."""
+"""Base URLs with common mistakes, and unsupported methods."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_unknown_path_error_has_no_base_url_hint(recall_server: Running) -> None
     assert "base URL" not in missing["message"] and "/nothing/at/all" in missing["message"]
 
 
-def test_head_is_answered_where_get_is(recall_server: Running) -> None:
+def test_head_is_allowed_where_get_is(recall_server: Running) -> None:
     for path in ("/", "/health", "/ready", "/metrics", "/v1/models", "/openapi.json"):
         answer = httpx.head(recall_server.url + path)
         assert (answer.status_code, answer.content) == (200, b""), path
@@ -73,7 +73,7 @@ def test_allow_header_names_all_methods(recall_server: Running) -> None:
     assert (asked.status_code, asked.headers["allow"]) == (405, "POST")
 
 
-def test_compaction_is_refused_with_404(recall_server: Running) -> None:
+def test_compaction_route_is_404(recall_server: Running) -> None:
     refused = httpx.post(f"{recall_server.url}/v1/responses/compact", json={"input": "hi"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "unsupported_endpoint")
 

@@ -1,4 +1,4 @@
-"""Long texts give equal tokens in pieces and whole, for any tokenizer."""
+"""Long texts give equal tokens split and whole, for any tokenizer."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
     return KINDS[request.param]()
 
 
-def test_byte_fallback_token_is_its_byte() -> None:
+def test_byte_fallback_token_is_decoded_to_its_byte() -> None:
     tokenizer = sentence_piece()
     tokenizer.add_tokens(["<0xE4>", "<0xG4>"])
     byte, other = (tokenizer.convert_tokens_to_ids(text) for text in ("<0xE4>", "<0xG4>"))
@@ -90,7 +90,7 @@ def test_tokens_of_split_character_have_bytes(kind: str, text: str) -> None:
 
 
 @given(text=LINES, special=st.booleans())
-def test_tokens_of_pieces_match_whole_text(tokenizer: Any, text: str, special: bool) -> None:
+def test_tokens_of_split_text_match_whole_text(tokenizer: Any, text: str, special: bool) -> None:
     text = "".join(c for c in text if not "\ud800" <= c <= "\udfff")
     seen: list[int] = []
     encoder = PieceEncoder(tokenizer, FairLock(), size=1)
@@ -118,7 +118,7 @@ def test_text_is_split_at_line_ends(kind: str) -> None:
     assert encoder.can_cut and len(seen) == 20
 
 
-def test_tokenizer_with_cross_line_tokens_is_not_split() -> None:
+def test_text_is_not_split_if_tokens_cross_lines() -> None:
     """Its tokens continue across line ends."""
     raw = Tokenizer(models.BPE(vocab={"<s>": 0, "</s>": 1, "Ċ": 2, "a": 3, "Ċa": 4}, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[a-z0-9]+\n[a-zA-Z0-9]+"), "removed")

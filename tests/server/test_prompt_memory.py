@@ -1,4 +1,4 @@
-"""Large bodies stay within a memory pool and delay nobody."""
+"""Large request bodies stay within a memory pool and delay no other request."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc says how much 
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Running]:
-    """A server whose model has a context of 32,768 tokens of at most 13 bytes."""
+    """A server with a context of 32,768 tokens of at most 13 bytes."""
     with serving() as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def wide() -> Iterator[Running]:
-    """A server that takes prompts of any length, and millions of tokens."""
+    """A server with memory for millions of tokens that ignores the model's context length."""
     with serving(engine={"memory_limit": "3GB"}, ignore_model_context=True) as running:
         yield running
 
@@ -52,7 +52,7 @@ def post(running: Running, body: bytes | dict[str, Any]) -> httpx.Response:
 
 
 def taken_bytes(act: Callable[[], object]) -> int:
-    """Return how much more memory this process had at once while something was done."""
+    """Return the peak of this process's memory above the start during a call."""
     Path("/proc/self/clear_refs").write_text("5")  # the highest so far is what there is now
     before = _status("VmRSS")
     act()
@@ -100,7 +100,7 @@ def test_oversized_prompt_is_not_tokenized(small: Running) -> None:
     assert taken_bytes(refused) < 60_000_000
 
 
-def test_long_line_without_split_points_needs_memory(small: Running) -> None:
+def test_very_long_line_without_split_points_is_413(small: Running) -> None:
     """A line of usual length is tokenized; a longer one needs memory."""
     read = post(small, {"prompt": "a" * 120_000, "max_tokens": 1})
     assert read.status_code == 400 and "prompt is too long: 120000 tokens" in read.text
@@ -108,7 +108,7 @@ def test_long_line_without_split_points_needs_memory(small: Running) -> None:
     assert refused.status_code == 413 and "for all prompts" in refused.text
 
 
-def test_concurrent_bodies_stay_within_pool(small: Running) -> None:
+def test_concurrent_bodies_stay_within_prompt_memory(small: Running) -> None:
     """Excess requests get 503; the pool is empty afterwards, and counted in the ledger."""
     memory = small.service.memory
     stats = small.service.engine.stats()
@@ -127,7 +127,7 @@ def test_concurrent_bodies_stay_within_pool(small: Running) -> None:
 
 
 def filled(memory: PromptMemory, client: str, nbytes: int) -> list[PromptHold]:
-    """Hold `nbytes` each for requests of a client until one is refused."""
+    """Hold `nbytes` for each request of a client until one is refused."""
     holds: list[PromptHold] = []
     with pytest.raises(Unavailable, match="for this client"):
         while True:
@@ -138,7 +138,7 @@ def filled(memory: PromptMemory, client: str, nbytes: int) -> list[PromptHold]:
 
 
 @pytest.mark.parametrize("clients", [1, 2, 5])
-def test_the_requests_of_one_client_leave_room_for_another(clients: int) -> None:
+def test_requests_of_one_client_leave_room_for_others(clients: int) -> None:
     memory = PromptMemory(1_000_000)
     holds = [hold for name in range(clients) for hold in filled(memory, f"{name}", 10_000)]
     free = memory.pool_bytes - memory.used_bytes
@@ -151,7 +151,7 @@ def test_the_requests_of_one_client_leave_room_for_another(clients: int) -> None
     assert memory.used_bytes == free
 
 
-def test_a_single_request_may_take_all_that_is_free() -> None:
+def test_single_request_may_take_all_free_memory() -> None:
     memory = PromptMemory(1_000_000)
     memory.hold("a").resize(900_000)
     memory.hold("b").resize(10_000)
@@ -162,7 +162,7 @@ def test_a_single_request_may_take_all_that_is_free() -> None:
 
 
 @linux
-def test_a_client_that_fills_the_pool_is_refused_and_another_is_not(small: Running) -> None:
+def test_client_filling_prompt_memory_is_503_but_others_succeed(small: Running) -> None:
     holds = filled(small.service.memory, "127.0.0.1", 400_000)
     body = json.dumps({"prompt": "a", "max_tokens": 1, "user": "x" * 200_000}).encode()
     refused = post(small, body)
@@ -239,7 +239,7 @@ def test_model_context_is_enforced(tmp_path: Path, ignored: bool) -> None:
         assert "prompt is too long: 64 tokens > 63 maximum" in error["message"]
 
 
-def test_answer_ends_with_context(tmp_path: Path) -> None:
+def test_answer_ends_at_context_length(tmp_path: Path) -> None:
     model, tokenizer = parrot(tmp_path, "hello", context=64)
     with serving(model, tokenizer) as running:
         answer = post(running, {"prompt": [5] * 60, "max_tokens": 40, "logit_bias": {"5": 100}})
@@ -271,7 +271,7 @@ def test_default_max_tokens_fill_context(
             assert answer.json()["usage"]["total_tokens"] == most
 
 
-def test_memory_limits_context(tmp_path: Path) -> None:
+def test_context_length_is_limited_by_memory(tmp_path: Path) -> None:
     """`/v1/models` reports how many tokens fit; one more is refused."""
     model, tokenizer = parrot(tmp_path, "hello", context=1_000_000)
     with serving(model, tokenizer, engine={"memory_limit": "26MB", "prefill_chunk": 64}) as running:
@@ -285,7 +285,7 @@ def test_memory_limits_context(tmp_path: Path) -> None:
     assert re.search(r"tokens needs .*\d.*limit of 26", refused.text)
 
 
-def test_models_have_fields_of_both_apis(small: Running) -> None:
+def test_models_route_has_openai_and_anthropic_fields(small: Running) -> None:
     both = (
         anthropic.Anthropic(base_url=small.url, api_key="x"),
         openai.OpenAI(base_url=f"{small.url}/v1", api_key="x"),

@@ -21,7 +21,7 @@ TEXT = " ".join(f"The code of falcon {number} is {number * 37}." for number in r
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    """A server that reads prompts in chunks of 64 tokens."""
+    """A server that prefills in chunks of 64 tokens."""
     with serving(engine=SMALL) as small:
         yield small
 
@@ -37,7 +37,7 @@ def chunks(running: Running, path: str, **body: Any) -> list[dict[str, Any]]:
 
 
 def ask_both(running: Running, path: str, **more: Any) -> list[dict[str, Any]]:
-    """Ask for an answer by chat or as a continuation."""
+    """Request an answer by chat or by completion."""
     text = f"{path}: {TEXT}"
     if path == CHAT:
         return chunks(running, path, messages=[{"role": "user", "content": text}], **more)

@@ -1,4 +1,4 @@
-"""A turn computes only new tokens, even if its text is tokenized differently."""
+"""A turn computes only new tokens, even if its text would be tokenized differently."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _server(folder: Path, pieces: tuple[str, ...], **more: Any) -> Iterator[Runn
 
 
 def post(running: Running, path: str, **body: Any) -> tuple[dict[str, Any], int]:
-    """Return the answer, and the tokens of prompts that were computed for it."""
+    """Return the answer, and the number of prompt tokens computed for it."""
 
     def computed() -> int:
         return running.service.engine.ask(lambda view: view.stats().prefilled_tokens).result()
@@ -77,7 +77,7 @@ def chat(running: Running, messages: list[Any], **more: Any) -> tuple[Any, dict[
 
 
 def assert_grown(before: dict[str, int], after: dict[str, int], said: int, computed: int) -> None:
-    """The cached tokens are a turn's prompt and its answer; all others, but the last, are new."""
+    """Check that prompt and answer of the turn before are cached, and only new tokens computed."""
     assert after["cached"] == before["prompt"] + said
     assert computed == after["prompt"] - after["cached"] - 1
 
@@ -174,7 +174,7 @@ def test_openai_responses_reuse_answer_tokens(calling: Running) -> None:
     assert_grown(sizes, later, len(CALL), computed)
 
 
-def test_remembered_answers_are_bounded_and_evicted(tmp_path: Path) -> None:
+def test_stored_answer_tokens_are_bounded_and_evicted(tmp_path: Path) -> None:
     _, tokenizer = parrot(tmp_path, *SAID)
     memory = PromptMemory(40_000)
     answers = RememberedAnswers(memory, tokenizer)
@@ -194,7 +194,7 @@ def test_remembered_answers_are_bounded_and_evicted(tmp_path: Path) -> None:
         memory.hold().resize(1)
 
 
-def test_answer_opening_is_detected(tmp_path: Path) -> None:
+def test_answer_prefix_of_template_is_detected(tmp_path: Path) -> None:
     assert Prompts(parrot(tmp_path, "a")[1]).openings == (Opening(ASK, ASK),)
 
 
@@ -226,7 +226,7 @@ which history leaves out; or a mark that begins as the one in history does."""
 
 
 @pytest.mark.parametrize("name", BARE)
-def test_answer_openings_of_templates(name: str, tmp_path: Path) -> None:
+def test_answer_prefixes_of_known_templates_are_detected(name: str, tmp_path: Path) -> None:
     template, opening = BARE[name]
     tokenizer = parrot(tmp_path, *SAID, marks=("Hello, ",), template=template)[1]
     answers = RememberedAnswers(PromptMemory(1_000_000), tokenizer)
@@ -246,7 +246,7 @@ def test_answer_openings_of_templates(name: str, tmp_path: Path) -> None:
     assert rewritten_in_front(prompts, later) is None, "nothing is in front of the answer"
 
 
-def test_answer_to_tool_result_with_text_arguments(tmp_path: Path) -> None:
+def test_answer_after_tool_result_is_reused(tmp_path: Path) -> None:
     """As with DeepSeek's templates, which open no answer after a tool's result."""
     template = (
         "{% for message in messages %}{% if message.role == 'assistant' %}"
@@ -272,7 +272,7 @@ def test_answer_to_tool_result_with_text_arguments(tmp_path: Path) -> None:
     assert REWRITTEN.get() is None
 
 
-def test_changes_before_answer_are_explained(tmp_path: Path) -> None:
+def test_template_changes_before_answer_are_reported(tmp_path: Path) -> None:
     """As with Mistral's tools, which precede the last user message."""
     template = (
         "{% for message in messages %}{% if message.role == 'user' %}"
@@ -377,7 +377,9 @@ def test_harmony_messages_are_reused(name: str, changed: bool, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "left out"])
-def test_opening_that_starts_reasoning_is_found_in_history(kept: bool, tmp_path: Path) -> None:
+def test_answer_prefix_with_reasoning_start_is_reused_or_reported(
+    kept: bool, tmp_path: Path
+) -> None:
     """Where history keeps the reasoning its tokens are reused; otherwise that is reported."""
     thought = "<think>" if kept else ""
     template = (

@@ -110,7 +110,7 @@ def test_invalid_session_error_has_no_path(tmp_path: Path) -> None:
             refused = http.post(f"/v1/sessions/{name}/load", json={})
             assert refused.status_code == 400
             message = refused.json()["error"]["message"]
-            assert f"{name}.tar is no session" in message and str(tmp_path) not in message
+            assert f"{name}.tar is not a session file" in message and str(tmp_path) not in message
         for name in ("device", "nowhere", "pipe"):
             assert http.post(f"/v1/sessions/{name}/load", json={}).status_code == 404
 

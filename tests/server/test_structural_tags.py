@@ -1,4 +1,4 @@
-"""Limits of llguidance's structural tags for calls, which our grammars lift.
+"""Limits of llguidance's structural tags for calls, which our grammars do not have.
 
 `StructTag.to_grammar` makes a grammar of any text with calls in it. Where one of these tests fails,
 llguidance can say more than it could, and may take the place of `call_rules.free_grammar`.
@@ -31,7 +31,7 @@ UNSAID = frozenset(
 
 
 def structural(family: str, marks: Marks) -> str:
-    """Return llguidance's grammar of text with calls, each as the family's template writes it."""
+    """Return llguidance's grammar of text with calls in the family's format."""
     shape, tags = FORMS[family].shape, list[StructTag]()
     assert shape is not None
     for tool in STRICT:
@@ -61,7 +61,7 @@ def ours(family: str, marks: Marks) -> str:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_structural_tags_spell_special_tokens_in_call(family: str) -> None:
+def test_structural_tags_write_special_tokens_as_text_in_call(family: str) -> None:
     """A third of the families cannot write calls with their special tokens."""
     call = f"So: {written(family)}"
     assert follows(structural(family, NO_MARKS), call, NO_MARKS)
@@ -93,7 +93,7 @@ def test_structural_tags_cannot_require_call(family: str) -> None:
 @pytest.mark.parametrize(
     "family", ["hermes", "json_tools", "nemotron", "apriel", "granite", "phi", "mistral"]
 )
-def test_structural_tags_accept_one_json_spelling(family: str) -> None:
+def test_structural_tags_accept_only_one_json_spacing(family: str) -> None:
     """Such as `{"name":"a"` without the blank, or a second call behind one marker."""
     tight = written(family).replace('": ', '":').replace(', "', ',"')
     assert not follows(structural(family, NO_MARKS), tight, NO_MARKS)

@@ -1,4 +1,4 @@
-"""System messages in templates: probed by rendering, and adapted."""
+"""System messages in templates: detected by rendering, and adapted."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def test_late_system_message_keeps_its_position(name: str, tmp_path: Path) -> No
     assert prompts.decode(prompts.render(TALK)) == expected
 
 
-def test_reminder_is_marked_once(tmp_path: Path) -> None:
+def test_system_reminder_is_tagged_once(tmp_path: Path) -> None:
     prompts = Prompts(parrot(tmp_path, "Hello", template=LEAVES_OUT)[1])
     marked = "<system-reminder>\nL\n</system-reminder>"
     talk = [{"role": "user", "content": "A"}, {"role": "system", "content": marked}]
     assert prompts.decode(prompts.render(talk)) == f"<|user|>A<|end|><|user|>{marked}<|end|>"
 
 
-def test_message_without_role_is_left_to_template(tmp_path: Path) -> None:
+def test_message_without_role_is_passed_to_template(tmp_path: Path) -> None:
     prompts = Prompts(parrot(tmp_path, "Hello", template=ALTERNATES)[1])
     with pytest.raises(BadRequest, match="alternate"):
         prompts.render([{"content": "A"}, {"content": "B"}])
@@ -88,7 +88,7 @@ def test_late_system_message_does_not_change_prefix(tmp_path: Path) -> None:
         assert after.startswith(before.removesuffix("<|end|>"))
 
 
-def test_effort_is_detected_from_rendered_prompt(tmp_path: Path) -> None:
+def test_reasoning_effort_support_is_detected_by_rendering(tmp_path: Path) -> None:
     plain = Prompts(parrot(tmp_path / "a", "Hello")[1])
     knows = Prompts(
         parrot(tmp_path / "b", "Hello", template="{{ reasoning_effort }}" + TEMPLATE)[1]
@@ -97,7 +97,7 @@ def test_effort_is_detected_from_rendered_prompt(tmp_path: Path) -> None:
     assert knows.traits.reasoning_effort
 
 
-def test_image_in_history_is_named(tmp_path: Path) -> None:
+def test_image_in_history_is_replaced_by_placeholder(tmp_path: Path) -> None:
     """Only an image in the last user message is refused."""
     prompts = Prompts(parrot(tmp_path, "Hello")[1])
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
@@ -119,7 +119,7 @@ PARTS = TEMPLATE.replace(
 )
 
 
-def test_text_parts_are_used_where_template_needs_them(tmp_path: Path) -> None:
+def test_text_parts_are_used_if_template_needs_them(tmp_path: Path) -> None:
     """Vision templates iterate over `message.content`."""
     assert PARTS != TEMPLATE
     plain, parts = (
@@ -137,7 +137,7 @@ def test_text_parts_are_used_where_template_needs_them(tmp_path: Path) -> None:
 
 
 def rows(tmp_path: Path, template: str) -> dict[str, str]:
-    """Return what the probe says of a template."""
+    """Return the probe's results for a template."""
     traits = Prompts(parrot(tmp_path, "Hello", template=template)[1]).traits
     return {row.what: row.outcome for row in traits.rows}
 
@@ -154,13 +154,13 @@ SYSTEM_ROWS = {
 
 
 @pytest.mark.parametrize("name", SYSTEM_ROWS)
-def test_probe_of_system_messages(name: str, tmp_path: Path) -> None:
+def test_probe_detects_handling_of_system_messages(name: str, tmp_path: Path) -> None:
     template, outcomes = SYSTEM_ROWS[name]
     said = rows(tmp_path, template)
     assert [said[what] for what in said if what.startswith(("system", "second"))] == outcomes
 
 
-def test_probe_of_consecutive_user_messages(tmp_path: Path) -> None:
+def test_probe_detects_handling_of_consecutive_user_messages(tmp_path: Path) -> None:
     error = "raises TemplateError: Conversation roles must alternate user/assistant"
     said = rows(tmp_path / "a", ALTERNATES)
     assert said["two user messages in a row"] == said["call and its result"] == error
@@ -178,7 +178,7 @@ NEEDS_CONTENT = (
 )
 
 
-def test_probe_of_tool_results_and_empty_content(tmp_path: Path) -> None:
+def test_probe_detects_tool_result_and_empty_content_handling(tmp_path: Path) -> None:
     plain, calls, content = (
         rows(tmp_path / str(number), template)
         for number, template in enumerate((TEMPLATE, NEEDS_CALL, NEEDS_CONTENT))
@@ -190,7 +190,7 @@ def test_probe_of_tool_results_and_empty_content(tmp_path: Path) -> None:
 
 
 def thinking(key: str, condition: str) -> str:
-    """Return a template that renders reasoning where a condition holds."""
+    """Return a template that renders reasoning if a condition holds."""
     return (
         "{% set last = namespace(user=0) %}{% for message in messages %}"
         "{% if message.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
@@ -222,7 +222,7 @@ THINKING = {
 
 
 @pytest.mark.parametrize("name", THINKING)
-def test_probe_of_reasoning(name: str, tmp_path: Path) -> None:
+def test_probe_detects_handling_of_reasoning(name: str, tmp_path: Path) -> None:
     key, condition, kept, changes = THINKING[name]
     said = rows(tmp_path, thinking(key, condition))
     assert said["reasoning key"] == (key if kept[0] == "kept" else "none")
@@ -235,7 +235,7 @@ def test_probe_detects_template_counting_messages(tmp_path: Path) -> None:
     assert {said[growth] for growth in GROWTHS} == {"changes from message 1 on (system)"}
 
 
-def test_reasoning_uses_template_key(tmp_path: Path) -> None:
+def test_reasoning_is_passed_under_template_key(tmp_path: Path) -> None:
     prompts = Prompts(parrot(tmp_path, "Hello", template=thinking("reasoning", "true"))[1])
     talk = [
         {"role": "user", "content": "A"},
@@ -246,7 +246,7 @@ def test_reasoning_uses_template_key(tmp_path: Path) -> None:
     assert rendered == "<|user|>A<|end|><|assistant|>(hm)B<|end|><|user|>C<|end|>"
 
 
-def test_reasoning_is_dropped_where_template_raises(
+def test_reasoning_is_dropped_if_template_raises(
     tmp_path: Path,
 ) -> None:
     """As gpt-oss does."""
@@ -265,7 +265,7 @@ def test_reasoning_is_dropped_where_template_raises(
     assert "<|assistant|>(hm)({" in prompts.decode(prompts.render(talk))
 
 
-def test_arguments_are_text_where_template_requires_it(tmp_path: Path) -> None:
+def test_arguments_are_text_if_template_requires_it(tmp_path: Path) -> None:
     """As Functionary, which concatenates the arguments' text."""
     template = (
         "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
@@ -345,7 +345,7 @@ def test_call_ids_follow_template_format(id: str | None, tmp_path: Path) -> None
     assert text == prompts.template_text([*TALK[1:2], called_with(id), result(id)])
 
 
-def test_call_ids_name_tool_where_template_needs_it(tmp_path: Path) -> None:
+def test_call_ids_include_tool_name_if_template_needs_it(tmp_path: Path) -> None:
     prompts = prompts_of(tmp_path, INDEXED)
     assert prompts.traits.call_ids == "indexed"
     talk = [*TALK[1:2], called_with("call_x"), result("call_x"), called_with("y", name="find")]
@@ -423,9 +423,9 @@ def test_unsupported_tools_are_described_in_system_message(
     assert prompts_of(tmp_path / "2", TEMPLATE).traits.tools
 
 
-def test_repaired_messages_are_reported(tmp_path: Path) -> None:
+def test_repairs_of_messages_are_reported(tmp_path: Path) -> None:
     prompts = prompts_of(tmp_path, ITEMS)
     prompts.template_text([U("A"), called_with("c", "[1]"), result("c")])
-    assert MENDED.get() == ("arguments that are no object became one",)
+    assert MENDED.get() == ("arguments that were no object were wrapped in one",)
     prompts.template_text([U("A")])
     assert MENDED.get() == ()

@@ -1,4 +1,4 @@
-"""A new kind of cold tier is one line in a list, and is shown everywhere."""
+"""A new kind of cold tier is one registration, and appears in all statistics."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written(url: str, name: str) -> dict[str, Any]:
-    """Return the server's figures, once a tier has written a block."""
+    """Return the server's statistics once a tier has written a block."""
     until = time.monotonic() + SOON
     while time.monotonic() < until:
         figures: dict[str, Any] = httpx.get(f"{url}/v1/cache/stats", timeout=SOON).json()
@@ -66,7 +66,7 @@ def written(url: str, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("shelf")
-def test_new_tier_kind_is_written_and_shown_everywhere(tmp_path: Path) -> None:
+def test_new_tier_kind_is_written_and_in_all_statistics(tmp_path: Path) -> None:
     engine = {"ssd_cache_dir": tmp_path / "folder", "ssd_cache_limit": LIMIT_BYTES}
     body = {"prompt": [7 + i % 90 for i in range(RECORD_TOKENS + 10)], "max_tokens": 2}
     with serving(engine=engine) as running:
@@ -93,7 +93,7 @@ def test_new_tier_kind_is_written_and_shown_everywhere(tmp_path: Path) -> None:
 
 
 def shown(url: str) -> str:
-    """Return what `penstock top` draws."""
+    """Return the output of `penstock top`."""
     with httpx.stream("GET", f"{url}/v1/live", timeout=SOON) as answer:
         line = next(line for line in answer.iter_lines() if line.startswith("data: "))
     console = Console(width=160)
@@ -103,14 +103,14 @@ def shown(url: str) -> str:
 
 
 def names_remote(node: ast.AST) -> bool:
-    """Tell whether a node is the tier's name or one of its settings."""
+    """Return whether a node is the tier's name or one of its settings."""
     if isinstance(node, ast.Attribute):
         return node.attr.startswith("remote_cache")
     text = node.value if isinstance(node, ast.Constant) else None
     return isinstance(text, str) and (text == "remote" or text.startswith("remote_cache"))
 
 
-def test_remote_tier_is_named_in_two_files() -> None:
+def test_core_mentions_remote_tier_in_two_files() -> None:
     """A tier kind is a store, its settings and a line in a list."""
     naming = {
         str(file.relative_to(SOURCE))

@@ -35,7 +35,7 @@ def test_tokenize_matches_completion(recall_server: Running) -> None:
     assert "token_strs" not in bare
 
 
-def test_tokenize_in_llama_cpp_format(recall_server: Running) -> None:
+def test_tokenize_supports_llama_cpp_format(recall_server: Running) -> None:
     tokenizer = recall_server.service.tokenizer
     bare = post(recall_server, "/tokenize", content=TEXT, with_pieces=True)["tokens"]
     assert [piece["id"] for piece in bare] == tokenizer.encode(TEXT, add_special_tokens=False)
@@ -59,7 +59,7 @@ def test_tokenize_messages_matches_chat(recall_server: Running, more: dict[str, 
     assert answer["usage"]["prompt_tokens"] == found["count"]
 
 
-def test_detokenize(recall_server: Running) -> None:
+def test_detokenize_returns_text(recall_server: Running) -> None:
     tokens = recall_server.service.tokenizer.encode(TEXT, add_special_tokens=False)
     assert post(recall_server, "/detokenize", tokens=tokens) == {"prompt": TEXT, "content": TEXT}
     assert post(recall_server, "/detokenize", tokens=[])["prompt"] == ""

@@ -1,4 +1,4 @@
-"""Required calls of tools whose schemas refer, recurse, or cannot be enforced."""
+"""Required calls of tools whose schemas have references, recursion, or unenforceable rules."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_schema_definitions_are_resolved(running: Running, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_unenforced_rules_are_named(running: Running, path: str) -> None:
+def test_unenforced_rules_are_reported(running: Running, path: str) -> None:
     """The rest of the schema, and other tools' schemas, are enforced."""
     answer = asked(running, path, {"odd": EXOTIC}, PATHS[path])
     given = arguments(path, answer)
@@ -116,7 +116,7 @@ def test_unenforced_rules_are_named(running: Running, path: str) -> None:
         ({"$id": "http://example.com/y", "$ref": "#/$defs/A", "$defs": {"A": {"const": 1}}}, []),
     ],
 )
-def test_unenforced_rules_of_various_schemas(schema: dict[str, Any], rules: list[str]) -> None:
+def test_unenforced_rules_are_detected_in_schemas(schema: dict[str, Any], rules: list[str]) -> None:
     (made,), unenforced = Arguments.of([("f", schema)])
     assert list(unenforced) == [f"f:{rule}" for rule in rules]
     json_schema_grammar(made)

@@ -1,4 +1,4 @@
-"""Tools that a chat template does not render, in all APIs; and continued answers."""
+"""Tools that a chat template does not render, in all APIs, and continued answers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def post(running: Running, path: str, **body: Any) -> httpx.Response:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", REQUESTS)
-def test_tools_described_in_system_message_are_named(
+def test_tools_in_system_message_are_listed_in_header(
     plain: Running, path: str, stream: bool
 ) -> None:
     answer = post(plain, path, **REQUESTS[path], stream=stream)
@@ -79,13 +79,13 @@ def test_tools_without_template_are_refused_if_configured(tmp_path: Path) -> Non
             assert post(running, path, **without).status_code == 200
 
 
-def test_rendered_tools_are_not_named(tmp_path: Path) -> None:
+def test_tools_rendered_by_template_are_not_in_header(tmp_path: Path) -> None:
     with serving(*parrot(tmp_path, "One.")) as running:
         for path, body in REQUESTS.items():
             assert "x-penstock-tools-in-system" not in post(running, path, **body).headers
 
 
-def test_continue_final_message(plain: Running) -> None:
+def test_continue_final_message_continues_assistant_text(plain: Running) -> None:
     begun = [*TALK, {"role": "assistant", "content": "One, "}]
     path = "/v1/chat/completions"
     answer = post(plain, path, messages=begun, continue_final_message=True)
@@ -102,7 +102,9 @@ def test_continue_final_message(plain: Running) -> None:
         {"messages": TALK, "add_generation_prompt": False},
     ],
 )
-def test_nothing_to_continue_is_400(plain: Running, wrong: dict[str, Any]) -> None:
+def test_continuation_without_assistant_message_is_400(
+    plain: Running, wrong: dict[str, Any]
+) -> None:
     answer = post(plain, "/v1/chat/completions", **wrong)
     assert answer.status_code == 400
     named = "continue_final_message" if "continue_final_message" in wrong else "add_generation"

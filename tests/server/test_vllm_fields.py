@@ -21,13 +21,13 @@ SPECIAL = "<|special|>"
 
 @pytest.fixture(scope="module")
 def saying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server that answers "one two three four " and then wants to end."""
+    """A server that answers "one two three four " and then EOS."""
     with serving(*parrot(tmp_path_factory.mktemp("parrot"), *SAID)) as running:
         yield running
 
 
 def send(running: Running, path: str, **more: Any) -> httpx.Response:
-    """Ask for the model's answer; a completion gets the prompt that chat renders."""
+    """Request an answer; a completion uses the prompt that chat renders."""
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
     if path == "/v1/completions":
         asked = {"prompt": list(running.service.prompts.render(asked["messages"]))}
@@ -35,7 +35,7 @@ def send(running: Running, path: str, **more: Any) -> httpx.Response:
 
 
 def ask(running: Running, path: str, **more: Any) -> tuple[str, str, int]:
-    """Return the text, the reason of the end, and the number of tokens."""
+    """Return the text, the finish reason, and the number of tokens."""
     answer = send(running, path, **more)
     assert answer.status_code == 200, answer.text
     made = answer.json()
@@ -71,7 +71,7 @@ def test_min_tokens_defers_stop_strings_and_token_ids(saying: Running, path: str
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_include_stop_str_in_output(saying: Running, path: str) -> None:
+def test_include_stop_str_in_output_keeps_stop_text(saying: Running, path: str) -> None:
     keep = {"include_stop_str_in_output": True, "max_tokens": 9}
     assert ask(saying, path, stop=["thr"], **keep)[:2] == ("one two thr", "stop")
     three = token_of(saying, "three ")
@@ -83,7 +83,7 @@ def test_include_stop_str_in_output(saying: Running, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_skip_special_tokens(path: str, tmp_path: Path) -> None:
+def test_skip_special_tokens_removes_them_from_text(path: str, tmp_path: Path) -> None:
     model, tokenizer = parrot(tmp_path, "one ", SPECIAL, "two ")
     tokenizer.add_special_tokens({"additional_special_tokens": [SPECIAL]})
     with serving(model, tokenizer) as running:
@@ -93,7 +93,7 @@ def test_skip_special_tokens(path: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_sampling_edge_values(saying: Running, path: str) -> None:
+def test_neutral_sampling_values_disable_filters(saying: Running, path: str) -> None:
     """0 and -1 disable `top_k`; `min_p` 1 is greedy; a penalty of 1 does nothing."""
     hot: dict[str, Any] = {"max_tokens": 8, "temperature": 9.0, "seed": 7}
     wild = ask(saying, path, **hot)
@@ -114,7 +114,9 @@ def test_sampling_edge_values(saying: Running, path: str) -> None:
         *(("skip_special_tokens", "yes"), ("include_stop_str_in_output", 1)),
     ],
 )
-def test_invalid_field_is_400_and_named(saying: Running, path: str, field: str, value: Any) -> None:
+def test_invalid_field_is_400_with_its_name(
+    saying: Running, path: str, field: str, value: Any
+) -> None:
     answer = send(saying, path, **{field: value})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == field

@@ -22,7 +22,7 @@ SHORT, MIDDLE, LONG = 100, LONG_BYTES - 1_000, 4 * LONG_BYTES
 
 
 def task_of(client: str, nbytes: int, call: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-    """Start a call for a client whose request has a body of so many bytes."""
+    """Start a call for a client whose request has a body of this size."""
     hold = PromptMemory(100_000_000).hold()
     hold.body_bytes = nbytes
 
@@ -87,7 +87,7 @@ def test_clients_take_turns_in_order() -> None:
     assert "".join(order) == "bcabaaa"
 
 
-def test_cancelled_call_passes_turn_on() -> None:
+def test_cancelled_call_gives_turn_to_next() -> None:
     order: list[str] = []
 
     async def some() -> None:
@@ -112,7 +112,7 @@ def test_cancelled_call_passes_turn_on() -> None:
     assert order == ["c"]
 
 
-def test_turn_granted_during_cancellation_is_passed_on() -> None:
+def test_turn_granted_during_cancellation_goes_to_next() -> None:
     async def some() -> None:
         thread, gate = FairThread("some"), threading.Event()
         first = asyncio.ensure_future(thread.run("a", gate.wait))

@@ -1,4 +1,4 @@
-"""The engine's state machine with a disk, and on broken engines."""
+"""The engine's state machine with a disk tier, on correct and broken engines."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ HUNT = settings(
 
 
 def skip_hash_check(patch: pytest.MonkeyPatch) -> None:
-    """Looks at no hash."""
+    """Skips the hash comparison."""
     patch.setattr(record, "_hash_of", lambda words, arrays: words.get("xxh3", ""))
 
 
 def read_previous_block(patch: pytest.MonkeyPatch) -> None:
-    """Takes a block for the one in front of it."""
+    """Returns the block before the requested one."""
     real = EngineTier.begin
 
     def begin(self: EngineTier, keys: Sequence[bytes], first: int, own: object) -> list[Restore]:

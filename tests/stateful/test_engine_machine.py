@@ -1,10 +1,11 @@
-"""The state machine on the engine, and on broken engines."""
+"""The state machine on correct and broken engines."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from penstock.engine.model.runner import Runner
 from penstock.engine.postprocess import Postprocessor
 from penstock.engine.retention.retention import Retention
 from penstock.engine.run import measured_steps
-from penstock.engine.run.executor import ModelExecutor
+from penstock.engine.run.executor import DecodePass, ModelExecutor
 from penstock.engine.schedule.admission import Admission
 from penstock.engine.schedule.budget import MemoryBudget
 from penstock.engine.schedule.costs import MemoryEstimator
@@ -38,7 +39,7 @@ MOST_EXAMPLES = {"default": 15}
 
 
 def examples(part: int = 1) -> settings:
-    """Return the profile with one of so many parts of the examples."""
+    """Return the Hypothesis profile with a fraction of the examples."""
     name = os.environ.get("HYPOTHESIS_PROFILE", "default")
     given = settings.get_profile(name)
     return settings(given, max_examples=MOST_EXAMPLES.get(name, given.max_examples) // part)
@@ -62,7 +63,7 @@ def test_engine_matches_model_with_random_settings() -> None:
 
 
 class ForgetsAPin(Admission):
-    """Lets a path be forgotten by who read it, and pinned for ever."""
+    """Never releases a path's pin."""
 
     def _release(self, sequence: Sequence) -> None:
         sequence.kv.pin = None
@@ -70,21 +71,21 @@ class ForgetsAPin(Admission):
 
 
 class CountsNoRuns(MemoryEstimator):
-    """Reserves nothing for what a sequence computes."""
+    """Reserves no bytes for the tokens that a sequence computes."""
 
     def sequence_bytes(self, tokens: int, num_cached_tokens: int = 0) -> int:
         return 0
 
 
 class NeverGrows(MemoryBudget):
-    """Lets a sequence decode beyond what was reserved for it."""
+    """Lets a sequence decode beyond its reservation."""
 
     def grow(self, sequence: Sequence) -> bool:
         return super().grow(sequence) if sequence.reserved_tokens == 0 else True
 
 
 class EndsInsteadOfPreempting(Admission):
-    """Ends an answer for want of room though others run that could be preempted."""
+    """Ends an answer for lack of memory instead of preempting another."""
 
     def grow(self) -> None:
         for sequence in self._scheduler.sequences(State.RUNNING):
@@ -93,7 +94,7 @@ class EndsInsteadOfPreempting(Admission):
 
 
 class LeaksSlot(Admission):
-    """Never gives a slot back."""
+    """Never releases a slot."""
 
     def _release(self, sequence: Sequence) -> None:
         sequence.kv.slot = None
@@ -101,7 +102,7 @@ class LeaksSlot(Admission):
 
 
 class LeaksSpans(Admission):
-    """Goes on holding the runs of those who have left."""
+    """Retains the spans of finished sequences."""
 
     def _release(self, sequence: Sequence) -> None:
         self.__dict__.setdefault("kept", []).append(list(sequence.kv.own_spans))
@@ -109,7 +110,7 @@ class LeaksSpans(Admission):
 
 
 class SharesBetweenSalts(Intake):
-    """Names blocks as if there were one tenant."""
+    """Ignores salts in block hashes."""
 
     def _sequence(self, handle: Any, *rest: Any) -> Sequence:
         given = handle.request
@@ -120,7 +121,7 @@ class SharesBetweenSalts(Intake):
 
 
 class DrawsTheSameForAll(Intake):
-    """Gives every answer of a request the draws of the first."""
+    """Gives every choice of a request the random draws of the first."""
 
     def _sequence(self, handle: Any, choice: int, sampler: Any, *rest: Any) -> Sequence:
         sampler.choice = 0
@@ -128,7 +129,7 @@ class DrawsTheSameForAll(Intake):
 
 
 class CutsOneTooMany(Admission):
-    """Lets a sequence read one token more of the path than its prompt has in common."""
+    """Reads one token more of the path than the prompt shares."""
 
     def _take(self, sequence: Sequence, block_hashes: list[bytes] | None = None) -> bool:
         taken = super()._take(sequence, block_hashes)
@@ -145,14 +146,14 @@ class CutsOneTooMany(Admission):
 
 
 class CountsFalseHits(Admission):
-    """Counts what was computed as found."""
+    """Counts computed tokens as cached."""
 
     def count_hit(self, sequence: Sequence, tokens: int) -> None:
         super().count_hit(sequence, tokens + self._scheduler.block_size)
 
 
 class SharesNothing(Admission):
-    """Never looks what is held."""
+    """Never looks up cached prefixes."""
 
     def _take(self, sequence: Sequence, block_hashes: list[bytes] | None = None) -> bool:
         return super()._take(sequence, [])
@@ -162,7 +163,7 @@ class SharesNothing(Admission):
 
 
 class KeepsTheRoom(Core):
-    """Hears of a lower limit, and gives nothing up."""
+    """Ignores a lowered limit."""
 
     def set_limit(self, limit_bytes: int) -> None:
         if limit_bytes < self.budget.fixed_bytes:
@@ -171,14 +172,14 @@ class KeepsTheRoom(Core):
 
 
 class ForgetsTheTime(Admission):
-    """Lets everybody go on for ever."""
+    """Ignores timeouts."""
 
     def drop_overdue(self, now_seconds: float) -> None:
         pass
 
 
 class FailsAllSequences(Admission):
-    """Fails everybody for the bug of one."""
+    """Fails all sequences for an error of one."""
 
     def fail(self, sequence: Sequence, error: Any) -> None:
         bug = isinstance(error, StepFailed)  # and no lower limit, under which one fits no more
@@ -195,14 +196,21 @@ class TriesOnce(ModelExecutor):
 
 
 class RetriesAfterBug(Postprocessor):
-    """Takes the step's sequences up again after a bug, as if it had been memory."""
+    """Retries the step's sequences after an error as if it was out of memory."""
 
-    def _decode_failed(self, sequences: list[Sequence], error: Exception) -> None:
-        super()._decode_failed(sequences, MemoryError(str(error)))
+    def _decode_failed(self, computed: DecodePass, error: Exception) -> None:
+        super()._decode_failed(computed, MemoryError(str(error)))
+
+
+class BlamesAnswers(Postprocessor):
+    """Fails the answers of a mixed pass whose chunk may be at fault."""
+
+    def _decode_failed(self, computed: DecodePass, error: Exception) -> None:
+        super()._decode_failed(replace(computed, mixed=False), error)
 
 
 class PreemptsWithTail(Admission):
-    """Thinks that a preempted sequence's tail is still there."""
+    """Assumes that a preempted sequence still has its tail."""
 
     def preempt(self, sequence: Sequence) -> None:
         tail = sequence.kv.tail
@@ -211,7 +219,7 @@ class PreemptsWithTail(Admission):
 
 
 class LosesPartialBlock(SequenceKV):
-    """Drops the span that goes on growing when the tail is full."""
+    """Drops the growing span when the tail is full."""
 
     def _fold(self) -> None:
         super()._fold()
@@ -220,7 +228,7 @@ class LosesPartialBlock(SequenceKV):
 
 
 class CommitsWithoutASegment(SequenceKV):
-    """Says it has committed what it has not."""
+    """Reports blocks as committed that are not."""
 
     def splice(self, segment: Any) -> bool:
         self.num_cached_tokens += segment.tokens
@@ -228,7 +236,7 @@ class CommitsWithoutASegment(SequenceKV):
 
 
 class KeepsTheOriginals(Postprocessor):
-    """Goes on holding what was encoded."""
+    """Retains segments that were quantized."""
 
     def _exchange(self, part: Retention) -> bool:
         before = [node.segment for node in self._stores.prefixes.tree]
@@ -239,7 +247,7 @@ class KeepsTheOriginals(Postprocessor):
 
 
 class CapturesAnOldState(SequenceKV):
-    """Captures the states of an earlier boundary under the one that is reached."""
+    """Captures the states of an earlier boundary."""
 
     def capture(self, *, turn_end: bool = False) -> None:
         now, earlier = self.recurrent_state, self.__dict__.get("earlier", self.recurrent_state)
@@ -249,7 +257,7 @@ class CapturesAnOldState(SequenceKV):
 
 
 class KeepsStates(Admission):
-    """Goes on holding the states of those who have left."""
+    """Retains the states of finished sequences."""
 
     def _release(self, sequence: Sequence) -> None:
         self.__dict__.setdefault("kept", []).append(sequence.kv.recurrent_state)
@@ -288,7 +296,7 @@ OF_A_KIND = {
 
 
 def engine_with(broken: type, base: type[Core] = Core) -> type[Core]:
-    """Return a class of engines with a broken class in the place of the one that it breaks."""
+    """Return a class of engines that use a broken class in place of its base."""
     if issubclass(broken, Core):
         return broken
     if issubclass(broken, SequenceKV):
@@ -324,7 +332,7 @@ def test_state_machine_detects_broken_engines(broken: type) -> None:
 
 
 class OtherSteps:
-    """An engine's settings, but for the number of tokens that a step is said to read."""
+    """An engine's settings, with another number of tokens per step."""
 
     def __init__(self, limits: EngineSettings, step_tokens: int) -> None:
         self._limits = limits
@@ -335,17 +343,17 @@ class OtherSteps:
 
 
 def of_a_window_at_most(limits: EngineSettings) -> Any:
-    """Take a step to read no more tokens than a window has."""
+    """Limit the tokens of a step to a window."""
     return OtherSteps(limits, min(limits.step_tokens, limits.max_kv_size))
 
 
 def of_a_chunk(limits: EngineSettings) -> Any:
-    """Take a step to read a chunk, though a block may be longer."""
+    """Limit the tokens of a step to a chunk, though a block may be longer."""
     return OtherSteps(limits, limits.prefill_chunk)
 
 
 class KeepsWholeSpans(SequenceKV):
-    """Keeps all of a span that begins in front of `keep`, however far it goes behind it."""
+    """Keeps all of a span that begins inside `keep`."""
 
     def _forget_unseen(self) -> None:
         whole = {span.start: span for span in self.own_spans}
@@ -354,7 +362,7 @@ class KeepsWholeSpans(SequenceKV):
 
 
 class ReservesOnlyWindow(MemoryEstimator):
-    """Reserves a window, a chunk and a block, though spans are let go whole."""
+    """Reserves a window, a chunk and a block, although spans are released whole."""
 
     def sequence_bytes(self, tokens: int, num_cached_tokens: int = 0) -> int:
         limits, figures = self._limits, self._figures
@@ -367,14 +375,14 @@ class ReservesOnlyWindow(MemoryEstimator):
 
 
 class KeepsZeroStates(Runner):
-    """Keeps the states that a sequence begins with, in no line of the ledger."""
+    """Retains the initial states of a sequence without counting them."""
 
     def fresh_state(self) -> Any:
         return self.__dict__.setdefault("fresh", super().fresh_state())
 
 
 def engine_measured_with(limits_of: Callable[[EngineSettings], Any]) -> type[Core]:
-    """Return a class of engines that measure and estimate their steps by other settings."""
+    """Return a class of engines that measure and estimate steps with other settings."""
     measured = fixed_memory.measured_estimator
 
     def estimator_of(runner: Runner, limits: EngineSettings, *given: Any) -> MemoryEstimator:

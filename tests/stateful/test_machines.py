@@ -20,7 +20,7 @@ from penstock.caches.base import LayerCache
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let buffers grow by 16 columns instead of 256, so that a short test sees many growths."""
+    """Let buffers grow by 16 columns instead of 256, so that short tests grow often."""
     monkeypatch.setattr(LayerCache, "step", 16)
 
 
@@ -33,7 +33,7 @@ def test_cache_matches_token_list(kind: Kind) -> None:
     run(kind)
 
 
-def test_reference_rules_agree_without_keep() -> None:
+def test_reference_implementations_agree_without_keep() -> None:
     window = Window(5)
     for past in range(12):
         before = list(range(past))
@@ -47,14 +47,14 @@ def test_reference_rules_agree_without_keep() -> None:
 
 
 def with_parent_name(cls: type) -> type:
-    """Give a broken class the name of the one it breaks, under which files know it."""
+    """Give a broken class its base's name, which is the name in files."""
     cls.__name__ = cls.__mro__[1].__name__
     return cls
 
 
 @with_parent_name
 class WrongSlot(kv_caches.RotatingKVCache):
-    """Is off by one in the ring when it first turns round."""
+    """Is off by one when the ring wraps around."""
 
     def update_and_fetch(self, keys: Any, values: Any) -> Any:
         if self.offset == self.max_size:
@@ -65,7 +65,7 @@ class WrongSlot(kv_caches.RotatingKVCache):
 
 @with_parent_name
 class ForgetsKeepInMerge(kv_caches.SinkRotatingKVCache):
-    """Merges as if no token were kept."""
+    """Merges without kept tokens."""
 
     def merge(self, caches: list[Any]) -> Any:
         plain = [kv_caches.RotatingKVCache(cache.max_size) for cache in caches]
@@ -77,7 +77,7 @@ class ForgetsKeepInMerge(kv_caches.SinkRotatingKVCache):
 
 @with_parent_name
 class DoesNotTrim(kv_caches.KVCache):
-    """Returns how much it trimmed, and trims nothing."""
+    """Returns the number of trimmed tokens without trimming."""
 
     def trim(self, n: int) -> int:
         return min(n, self.offset)
@@ -85,7 +85,7 @@ class DoesNotTrim(kv_caches.KVCache):
 
 @with_parent_name
 class CopyIsSelf(kv_caches.KVCache):
-    """Gives itself where a copy was asked for."""
+    """Returns itself as a copy."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self
@@ -103,7 +103,7 @@ class MasksOneTooMany(kv_caches.RotatingKVCache):
 
 @with_parent_name
 class ExtendsUnpadded(kv_caches.BatchKVCache):
-    """Does not note the padding of the rows that join."""
+    """Ignores the padding of joining rows."""
 
     def extend(self, other: Any) -> None:
         super().extend(other)
@@ -113,7 +113,7 @@ class ExtendsUnpadded(kv_caches.BatchKVCache):
 
 @with_parent_name
 class FiltersOffsetsOnly(kv_caches.BatchKVCache):
-    """Keeps the first rows' keys and values, whichever were asked for."""
+    """Keeps the first rows' KV whichever rows are selected."""
 
     def filter(self, batch_indices: Any) -> None:
         held = self.keys, self.values
@@ -124,7 +124,7 @@ class FiltersOffsetsOnly(kv_caches.BatchKVCache):
 
 @with_parent_name
 class KeysForValues(kv_caches.QuantizedKVCache):
-    """Writes the keys on both sides."""
+    """Writes keys as values."""
 
     def update_and_fetch(self, keys: Any, values: Any) -> Any:
         return super().update_and_fetch(keys, keys)
@@ -151,7 +151,7 @@ BROKEN = [
 
 
 def causes(error: BaseException) -> list[BaseException]:
-    """List what a group of errors consists of."""
+    """List the errors in a group."""
     if isinstance(error, BaseExceptionGroup):
         return [cause for inner in error.exceptions for cause in causes(inner)]
     return [error]

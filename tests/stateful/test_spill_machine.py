@@ -75,7 +75,7 @@ class SpillsMachine(SpillMachine):
 
     @initialize(how=st.sampled_from([None, "signs", "gone"]))
     def begin(self, how: str | None) -> None:  # type: ignore[override]
-        """Open the engine, begin with a prompt that is spilled, and perhaps lose all of that."""
+        """Open the engine with a spilled prompt, and perhaps lose all its blocks."""
         self.start(SPILLS, None, [])
         self.ask(Request(prompt=PROMPT, max_tokens=30, ignore_eos=True))
         for _ in range(6):
@@ -89,14 +89,14 @@ class SpillsMachine(SpillMachine):
                 self._damage(0 if how == "gone" else pick, how, 0)
 
     def judge(self, asked: Asked, finish: Finish) -> None:
-        """See that no answer fails for what is read, also where its text cannot be judged."""
+        """Check that no answer fails for lost blocks, even if its text is unknown."""
         if isinstance(finish.error, StepFailed) and asked.fault is None:
             assert isinstance(finish.error, tuple(asked.may_fail)), f"failed: {finish.error!r}"
         super().judge(asked, finish)
 
 
 def skip_checksum_comparison(patch: pytest.MonkeyPatch) -> None:
-    """Takes whatever it reads for what was written."""
+    """Accepts whatever it reads."""
 
     class Equal:
         __hash__ = None  # type: ignore[assignment]
@@ -108,7 +108,7 @@ def skip_checksum_comparison(patch: pytest.MonkeyPatch) -> None:
 
 
 def cache_blocks_under_wrong_key(patch: pytest.MonkeyPatch) -> None:
-    """Confuses what it keeps."""
+    """Mixes up cached blocks."""
     real = PairCache.keep
 
     def keep(self: PairCache, slots: Slots, checksums: Checksums, raw: Sequence[RawBlocks]) -> None:
@@ -118,7 +118,7 @@ def cache_blocks_under_wrong_key(patch: pytest.MonkeyPatch) -> None:
 
 
 def overwrite_blocks_in_use(patch: pytest.MonkeyPatch) -> None:
-    """Makes room where other blocks of the same request lie."""
+    """Frees memory of other blocks of the same request."""
 
     def make_room(self: PairCache, count: int) -> Slots:
         return np.arange(min(count, len(self.room)))
@@ -127,7 +127,7 @@ def overwrite_blocks_in_use(patch: pytest.MonkeyPatch) -> None:
 
 
 def return_wrong_addresses(patch: pytest.MonkeyPatch) -> None:
-    """Confuses what was read for a layer."""
+    """Mixes up the addresses of a layer's blocks."""
     real = HeldPairs.addresses
 
     def addresses(self: HeldPairs, number: int) -> Addresses:
@@ -138,7 +138,7 @@ def return_wrong_addresses(patch: pytest.MonkeyPatch) -> None:
 
 
 def ignore_lost_blocks(patch: pytest.MonkeyPatch) -> None:
-    """Goes on with whatever is in memory where a block should be."""
+    """Continues with arbitrary memory in place of a block."""
     real = ColdBlocks._read_from
 
     def read(
@@ -151,7 +151,7 @@ def ignore_lost_blocks(patch: pytest.MonkeyPatch) -> None:
 
 
 def fail_on_lost_blocks(patch: pytest.MonkeyPatch) -> None:
-    """Computes nothing again."""
+    """Recomputes nothing."""
 
     def fail(self: Admission, error: SpilledLost) -> None:
         for sequence in self._scheduler.placed():
@@ -161,7 +161,7 @@ def fail_on_lost_blocks(patch: pytest.MonkeyPatch) -> None:
 
 
 def do_not_count_spilled_kv(patch: pytest.MonkeyPatch) -> None:
-    """Holds checksums and places beside its account."""
+    """Does not count checksums and locations in the ledger."""
 
     def kv_nbytes(self: Segment) -> int:
         sides = (side for layer in self.layers for side in layer)
@@ -171,7 +171,7 @@ def do_not_count_spilled_kv(patch: pytest.MonkeyPatch) -> None:
 
 
 def do_not_count_places(patch: pytest.MonkeyPatch) -> None:
-    """Remembers records beside its account."""
+    """Does not count its list of records in the ledger."""
     patch.setattr(cold_blocks, "RECORD_BYTES", 0)
 
 

@@ -33,7 +33,7 @@ def test_tree_matches_dict_of_prefixes() -> None:
 
 
 class ForgetsTheTouch(PrefixTree):
-    """Counts a read, but not for eviction."""
+    """Counts a read, but does not update the eviction order."""
 
     def pin(self, node: Node | None, now_seconds: float) -> Any:
         before = {} if node is None else {each.id: each.heat for each in node.path()}
@@ -44,7 +44,7 @@ class ForgetsTheTouch(PrefixTree):
 
 
 class TouchesOnlyLastNode(PrefixTree):
-    """Lets the upper part of a path grow cold."""
+    """Updates only the last node of a path."""
 
     def pin(self, node: Node | None, now_seconds: float) -> Any:
         before = {} if node is None else {each.id: each.heat for each in node.path()[:-1]}
@@ -55,7 +55,7 @@ class TouchesOnlyLastNode(PrefixTree):
 
 
 class KeepsBytesOfRemoved(PrefixTree):
-    """Lets the update of the byte count vanish in `remove`."""
+    """Does not subtract the bytes of a removed node."""
 
     def remove(self, node: Node) -> Any:
         before = self.totals.nbytes
@@ -65,7 +65,7 @@ class KeepsBytesOfRemoved(PrefixTree):
 
 
 class DoesNotRemove(PrefixTree):
-    """Counts a node as gone and keeps it."""
+    """Counts a node as removed without removing it."""
 
     def remove(self, node: Node) -> Any:
         self._uncount(node)
@@ -73,7 +73,7 @@ class DoesNotRemove(PrefixTree):
 
 
 class KeepsWhatItRemoved(PrefixTree):
-    """Evicts a node and goes on holding its segment."""
+    """Retains the segment of an evicted node."""
 
     def remove(self, node: Node) -> Any:
         self.__dict__.setdefault("kept", []).append(node.segment)
@@ -81,7 +81,7 @@ class KeepsWhatItRemoved(PrefixTree):
 
 
 class EvictsThePinned(PrefixTree):
-    """Does not ask for pins."""
+    """Ignores pins."""
 
     def victim(self) -> Any:
         leaves = (node for node in self if not node.children)
@@ -89,14 +89,14 @@ class EvictsThePinned(PrefixTree):
 
 
 class EvictsTheFirst(PrefixTree):
-    """Evicts any leaf."""
+    """Evicts an arbitrary leaf."""
 
     def victim(self) -> Any:
         return next((one for one in self if not one.children and not one.pins), None)
 
 
 class DropsPinsInSplit(PrefixTree):
-    """Splits as if nobody read the node."""
+    """Loses pins when it splits a node."""
 
     def split(self, node: Node, blocks: int) -> Any:
         head = super().split(node, blocks)
@@ -105,7 +105,7 @@ class DropsPinsInSplit(PrefixTree):
 
 
 class MergesWherePinsEnd(PrefixTree):
-    """Does not ask for pins before it merges."""
+    """Merges nodes at which a pin ends."""
 
     def can_merge(self, node: Node, last: Node | None = None) -> bool:
         run = self._run(node, last)
@@ -120,7 +120,7 @@ class MergesWherePinsEnd(PrefixTree):
 
 
 class DoesNotUnpin(PrefixTree):
-    """Leaves the pins on what a sequence does not read any more."""
+    """Keeps pins on nodes that a sequence no longer reads."""
 
     def withdraw(self, pin: Any, node: Node | None) -> None:
         pin.node = node
@@ -134,7 +134,7 @@ class DoesNotCountAdoptedReads(PrefixTree):
 
 
 class LosesPinnedBytes(PrefixTree):
-    """Does not count what a read keeps."""
+    """Does not count pinned bytes."""
 
     def pin(self, node: Node | None, now_seconds: float) -> Any:
         before = self.totals.pinned_bytes
@@ -144,7 +144,7 @@ class LosesPinnedBytes(PrefixTree):
 
 
 class MergesOneMore(PrefixTree):
-    """Is off by a block at the limit."""
+    """Is off by a block at the merge limit."""
 
     def can_merge(self, node: Node, last: Node | None = None) -> bool:
         self.max_merge_tokens += self.block_size
@@ -155,7 +155,7 @@ class MergesOneMore(PrefixTree):
 
 
 class ForgetsTheParent(PrefixTree):
-    """Never offers a node that has become a leaf."""
+    """Never offers a node that became a leaf for eviction."""
 
     def remove(self, node: Node) -> Any:
         segment = super().remove(node)

@@ -1,4 +1,4 @@
-"""An admission with a real scheduler, budget, tree and pool: without a model or an engine."""
+"""An admission with a real scheduler, budget, tree and pool, without a model or an engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CHUNK = 2 * 131 * TOKEN
 
 
 class NoTiers:
-    """Cold tiers that are not there."""
+    """Cold tiers that store nothing."""
 
     def note(self, *given: Any, seen: bool = False) -> None:
         pass
@@ -60,7 +60,7 @@ class NoTiers:
 
 
 class Places:
-    """An admission, and what it stands on."""
+    """An admission, and the objects it uses."""
 
     def __init__(self, limit_bytes: int) -> None:
         limits = EngineSettings(
@@ -96,7 +96,7 @@ class Places:
         )
 
     def add(self, number: int, **request: Any) -> Sequence:
-        """Put a sequence of 100 tokens into the queue, which shares nothing with others."""
+        """Queue a sequence of 100 tokens that shares no prefix."""
         prompt = tuple(range(1_000 * number, 1_000 * number + 100))
         made = Request(**{"prompt": prompt, "max_tokens": 200, **request})
         sequence = Sequence(
@@ -115,12 +115,12 @@ class Places:
         return sequence
 
     def read(self, sequence: Sequence) -> None:
-        """Let the rest of a prompt be computed."""
+        """Prefill the rest of a prompt."""
         keys = mx.ones((1, 2, sequence.remaining_tokens, 64))
         sequence.kv.append_chunk(Segment(((keys, keys),), length=keys.shape[2]))
         self.admission.advance(sequence)
         self.admission.check()
 
     def fill(self, free_bytes: int) -> None:
-        """Leave so many bytes free."""
+        """Fill memory up to this number of free bytes."""
         self.ledger.reserve(Kind.BUFFERS, self.ledger.free_bytes - free_bytes)

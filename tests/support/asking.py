@@ -1,4 +1,4 @@
-"""Ask an engine without a thread, and run it with its account looked at after every step."""
+"""Run an engine without a thread, and check its ledger after every step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def recount(core: Core) -> None:
 
 
 def drain(core: Core, steps: int | None = None) -> None:
-    """Run to the end, or for so many steps, recounting after every one."""
+    """Run to the end, or for some steps, with a recount after every step."""
     while steps != 0 and core.step():
         recount(core)
         steps = None if steps is None else steps - 1
@@ -32,7 +32,7 @@ def answer(handle: Handle, choice: int = 0) -> list[int]:
 
 
 def cached(handle: Handle) -> int:
-    """Return how many tokens of the prompt were not computed for the first answer."""
+    """Return the number of cached prompt tokens of the first answer."""
     finish = handle.result(timeout_seconds=0)[0].finish
     assert finish is not None
     return finish.usage.cached_tokens

@@ -1,4 +1,4 @@
-"""Attention as the formula says it, one query at a time, in float64."""
+"""The attention formula, one query at a time, in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def numbers(array: mx.array) -> Numbers:
 
 
 def sees(attention_window: AttentionWindow, query: int, column: int) -> bool:
-    """Tell whether the query at a position sees the column at another."""
+    """Return whether the query at a position sees a column."""
     if column > query:
         return False
     return (

@@ -1,4 +1,4 @@
-"""Blocks of a folder as a request has them read, and what they take."""
+"""Read blocks of a folder as a request does, and measure its size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def keys_of(records: Sequence[Record]) -> list[bytes]:
 
 
 def read(store: SSDStore, records: Sequence[Record]) -> list[dict[str, bytes]]:
-    """Ask for blocks as a request does; return the arrays of those that are there."""
+    """Restore blocks as a request does; return the arrays of those that exist."""
     rooms = [
         {name: np.empty(array.data.nbytes, np.uint8) for name, array in record.arrays.items()}
         for record in records
@@ -37,7 +37,7 @@ def read(store: SSDStore, records: Sequence[Record]) -> list[dict[str, bytes]]:
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes of all files in a folder, at this moment."""
+    """Return the current bytes of all files in a folder."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):  # it has just been renamed or removed

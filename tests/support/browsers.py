@@ -1,4 +1,4 @@
-"""The page in Debian's Chromium, without a window."""
+"""The page in Debian's headless Chromium."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FLAGS = [
 
 @contextmanager
 def opened(browser: Any, url: str, home: str = "", **options: Any) -> Iterator[Any]:
-    """Open the page as somebody who was never here; at the end nothing may have gone wrong.
+    """Open the page with an empty profile; fail at the end if the page had errors.
 
     Args:
         home: the server's address, where the page comes later.
@@ -54,7 +54,7 @@ def opened(browser: Any, url: str, home: str = "", **options: Any) -> Iterator[A
 
 
 def say(page: Any, text: str, seconds: float = SOON) -> Any:
-    """Say something in the chat and return the answer's bubble, once it is complete."""
+    """Send a chat message and return the answer's bubble once it is complete."""
     from playwright.sync_api import expect
 
     answers = page.locator(".message.assistant")

@@ -1,4 +1,4 @@
-"""Folders of the cold tier with blocks that need no model."""
+"""Cold-tier folders with blocks that need no model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def numbers(seed: int, count: int = 500) -> HostArray:
 
 
 def chain(blocks: int, seed: int = 0, model: str = A) -> list[Record]:
-    """Return the blocks of a prompt as the engine makes them: with their tokens."""
+    """Return the blocks of a prompt with their tokens, as the engine writes them."""
     tokens = np.random.default_rng(seed).integers(0, 1_000, blocks * BLOCK).astype(np.uint32)
     root = root_hash(model)
     keys = hash_blocks(tokens, BLOCK, root)
@@ -69,7 +69,7 @@ def fill(folder: Path, *chains: list[Record], model: str = A) -> Path:
 
 
 def held(folder: Path, records: list[Record], model: str = A) -> int:
-    """Return how many blocks of a chain a server could read."""
+    """Return the number of blocks of a chain that a server can read."""
     with opened(folder, model) as store:
         return len(read(store, records))
 

@@ -1,4 +1,4 @@
-"""The caches under test: how each is made, what it shows, and how it is read."""
+"""The caches under test: how each is created, inspected and read."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class Kind:
 
 
 def rule_of(cache: Any) -> Visible:
-    """Return the rule by which a cache of one sequence shows its tokens to a chunk."""
+    """Return the visibility rule of a single-sequence cache."""
     rotating = isinstance(cache, caches.RotatingKVCache)
     return columns if rotating and not isinstance(cache, caches.SinkRotatingKVCache) else sinks
 
 
 def numbers(cache: Any, side: Any) -> mx.array:
-    """Return one side of what `update_and_fetch` gave as an array, quantized or not."""
+    """Return one side of `update_and_fetch`'s result as an array, quantized or not."""
     if isinstance(side, mx.array):
         return side
     if side[0].shape[2] == 0:  # which MLX dequantizes to none that can be read

@@ -1,4 +1,4 @@
-"""A Hypothesis state machine that treats caches as generation does, and worse."""
+"""A Hypothesis state machine that uses caches as generation does, and in unusual ways."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ left_paddings = st.lists(st.integers(0, 6), min_size=1, max_size=3)
 
 @dataclass
 class Single:
-    """A cache of one sequence and the tokens it has read."""
+    """A cache of one sequence and its tokens."""
 
     cache: Any
     row: Row
@@ -41,14 +41,14 @@ class Single:
 
 @dataclass
 class Batch:
-    """A batch cache and the tokens each of its rows has read."""
+    """A batch cache and the tokens of each row."""
 
     cache: Any
     rows: list[Row]
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Singles and batches of one kind; any of them may be read into, cut, copied or joined."""
+    """Single and batch caches of one kind under random operations."""
 
     def __init__(self, kind: Kind) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(data=st.data(), heads=st.integers(1, 3))
     def choose_numbers(self, data: st.DataObject, heads: int) -> None:
-        """Draw what all keys and values are made of: mlx-lm's caches take integers, too."""
+        """Draw the dtype of keys and values: mlx-lm's caches accept integers, too."""
         self.dtype, self.heads = data.draw(st.sampled_from(self.kind.dtypes)), heads
 
     @precondition(lambda self: len(self.singles) < MOST_SINGLES)
@@ -73,7 +73,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.batches) < MOST_BATCHES)
     @rule(padding=left_paddings, more=st.integers(1, 12))
     def new_batch(self, padding: list[int], more: int) -> None:
-        """Start a batch the left-padded way: one chunk, short prompts pushed to the right."""
+        """Start a batch with left padding: one chunk of prompts of several lengths."""
         padding = [p - min(padding) if self.kind.left_padded else 0 for p in padding]
         batch = Batch(self.kind.make_batch(padding), [[] for _ in padding])
         tokens = max(padding) + more
@@ -83,7 +83,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.singles and len(self.batches) < MOST_BATCHES)
     @rule(data=st.data())
     def merge(self, data: st.DataObject) -> None:
-        """Batch some sequences; they themselves live on, untouched."""
+        """Merge some sequences; the originals stay unchanged."""
         chosen = data.draw(
             st.lists(st.sampled_from(range(len(self.singles))), unique=True, min_size=1, max_size=3)
         )
@@ -102,7 +102,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.singles or self.batches)
     @rule(data=st.data())
     def copy(self, data: st.DataObject) -> None:
-        """Copy a cache; original and copy go on without each other."""
+        """Copy a cache; original and copy are independent."""
         chosen = data.draw(st.sampled_from([*self.singles, *self.batches]))
         if isinstance(chosen, Single):
             self._adopt(copy.deepcopy(chosen))
@@ -130,7 +130,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.singles and self.kind.window.keep == 0)
     @rule(data=st.data(), tokens=chunk_sizes, window_size=st.integers(1, 12))
     def read_in_window(self, data: st.DataObject, tokens: int, window_size: int) -> None:
-        """Read as a sliding-window layer does, whose window is smaller than the cache."""
+        """Read as a layer whose sliding window is smaller than the cache."""
         single = data.draw(st.sampled_from(self.singles))
         window_size = min(window_size, self.kind.window.max_size or window_size)
         self._feed_single(single, tokens, window_size=window_size)
@@ -151,7 +151,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.batches)
     @rule(data=st.data(), step=st.integers(2, 40))
     def read_prompts(self, data: st.DataObject, step: int) -> None:
-        """Read prompts of different lengths, padded on the right, `step` columns at a time."""
+        """Read prompts of several lengths with right padding, `step` columns at a time."""
         batch = data.draw(st.sampled_from(self.batches))
         count = len(batch.rows)
         lengths = data.draw(st.lists(st.integers(1, 24), min_size=count, max_size=count))
@@ -173,7 +173,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.singles or self.batches)
     @rule(data=st.data())
     def read_nothing(self, data: st.DataObject) -> None:
-        """Give no tokens: all that is held comes back, and nothing changes."""
+        """Write no tokens: all contents are returned, and nothing changes."""
         chosen = data.draw(st.sampled_from([*self.singles, *self.batches]))
         single = isinstance(chosen, Single)
         rows = [chosen.row] if single else chosen.rows
@@ -238,7 +238,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.singles or self.batches)
     @rule(data=st.data())
     def save_and_load(self, data: st.DataObject) -> None:
-        """Write a cache to a file and go on with what is read back."""
+        """Write a cache to a file and continue with the loaded one."""
         chosen = data.draw(st.sampled_from([*self.singles, *self.batches]))
         with tempfile.TemporaryDirectory() as folder:
             path = str(Path(folder) / "cache.safetensors")
@@ -256,7 +256,7 @@ class CacheMachine(RuleBasedStateMachine):
     )
     @rule(data=st.data(), tokens=st.integers(1, 12), bits=st.sampled_from([4, 8]))
     def quantize_aside(self, data: st.DataObject, tokens: int, bits: int) -> None:
-        """Quantize a sequence and read on with that; the sequence itself is left as it was."""
+        """Quantize a copy of a sequence and continue with it; the original is unchanged."""
         single = data.draw(st.sampled_from(self.singles))
         quantized = single.cache.to_quantized(group_size=GROUP, bits=bits)
         aside = Single(quantized, list(single.row))
@@ -266,7 +266,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(single.row for single in self.singles))
     @rule(data=st.data())
     def refuse(self, data: st.DataObject) -> None:
-        """Give a chunk that does not fit; it must be refused and change nothing."""
+        """Write a chunk that does not fit; it must be refused without change."""
         single = data.draw(st.sampled_from([s for s in self.singles if s.row]))
         keys, values = self._spell([[PADDING, PADDING]])
         more = mx.concatenate([keys, keys[:, :1]], 1), mx.concatenate([values, values[:, :1]], 1)
@@ -303,7 +303,7 @@ class CacheMachine(RuleBasedStateMachine):
             self._check_memory(batch.cache)
 
     def _check_memory(self, cache: Any) -> None:
-        """Compare `nbytes` with the arrays that are really there, and the ring with its bound."""
+        """Compare `nbytes` with the existing arrays, and the ring with its bound."""
         _ = cache.state  # read after each chunk; a ring shared by layers lets go of the chunk then
         held = [a for _, a in tree_flatten((cache.keys, cache.values)) if isinstance(a, mx.array)]
         assert cache.nbytes == sum(array.nbytes for array in held), "nbytes"
@@ -378,7 +378,7 @@ class CacheMachine(RuleBasedStateMachine):
             self._check_columns(cache)
 
     def _hides_one(self, before: Row, width: int) -> bool:
-        """Tell whether mlx-lm's batch mask may hide the oldest token, as its own test demands.
+        """Return whether mlx-lm's batch mask may hide the oldest token, as its test demands.
 
         It does in a chunk that follows a rotation, in rows with padding still in the ring.
         """
@@ -389,7 +389,7 @@ class CacheMachine(RuleBasedStateMachine):
         return self.kind.window.max_size is not None and len(row) >= self.kind.window.max_size
 
     def _check_columns(self, cache: Any) -> None:
-        """See that a ring has all its columns, neither more nor fewer.
+        """Check that a ring has exactly its columns.
 
         So it must from the first update on. A row that was cut out of a batch has the columns
         it uses, until it needs more.

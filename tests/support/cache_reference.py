@@ -1,4 +1,4 @@
-"""What a cache must let attention see, told from lists of tokens alone, and how to look.
+"""Which tokens attention must see in a cache, derived from lists of tokens.
 
 Every token of a test has a number of its own, and keys and values that spell it. A `Row` is the
 list of numbers a sequence has read; `visible` says which of them a query may see. `Seen` reads
@@ -21,20 +21,20 @@ PADDING = -9_999
 
 @dataclass(frozen=True)
 class Window:
-    """Who sees whom in one kind of cache. `max_size` None: everybody sees all that came before."""
+    """Visibility rule of one kind of cache."""
 
     max_size: int | None = None
     keep: int = 0
 
     def retained(self, tokens: Row) -> Row:
-        """Return the tokens that the last one sees, itself included."""
+        """Return the tokens that the last one sees, including itself."""
         if self.max_size is None or len(tokens) <= self.max_size:
             return list(tokens)
         return tokens[: self.keep] + tokens[len(tokens) - (self.max_size - self.keep) :]
 
 
 def sinks(window: Window, before: Row, chunk: Row, query: int) -> Row:
-    """The kept tokens and the most recent ones, whatever the chunk: the plain rule."""
+    """Return the kept and the most recent tokens, for any chunk: the plain rule."""
     return window.retained(before + chunk[: query + 1])
 
 
@@ -108,7 +108,7 @@ def permitted(mask: Any, batch: int, queries: int, held: int) -> np.ndarray:
 
 
 def seen(keys: mx.array, values: mx.array, mask: Any, queries: int) -> list[list[Row]]:
-    """Return, for each row and query, the sorted numbers of the tokens it sees."""
+    """Return the sorted tokens that each query of each row sees."""
     numbers = read(keys, values)
     allowed = permitted(mask, *numbers.shape[:1], queries, numbers.shape[1])
     return [

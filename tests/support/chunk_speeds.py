@@ -1,4 +1,4 @@
-"""Speeds of prefill that a test knows, in place of measured ones."""
+"""Known prefill rates in place of measured ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests in the shapes that Claude Code and Codex send, with texts of our own."""
+"""Requests in the formats of Claude Code and Codex, with our own texts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SERVER_TOOL = {"type": "web_search_20250305", "name": "web_search", "max_uses": 
 
 
 def claude_code(turns: list[dict[str, Any]], *, cch: str = "00000", **more: Any) -> dict[str, Any]:
-    """Return a request of Claude Code's main loop; `cch` is what changes in its first line."""
+    """Return a request of Claude Code's main loop; `cch` varies in its first line."""
     return {
         "model": "recall",
         "max_tokens": 32_000,

@@ -1,4 +1,4 @@
-"""An engine with a folder on a disk, for which everything is worth the disk."""
+"""An engine with a cache folder that writes every block."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ def running(
     record_tokens: int = BLOCK,
     **settings: Any,
 ) -> Iterator[Core]:
-    """Run a core, of a model or of a small one of a family; whatever is done to it, its account
-    is right at the end.
+    """Run a core of a model or of a small family; check its ledger at the end.
 
     Its records hold a block each, or more with `record_tokens`: as many as 8 in an engine.
     """
@@ -61,7 +60,7 @@ def running(
 
 
 def settle(core: Core) -> None:
-    """Let the core do what there is to do, and the disk too."""
+    """Run the core and the disk until idle."""
     while core.step():
         core.view.check()
         assert core.ledger.used_bytes <= core.ledger.limit_bytes
@@ -81,7 +80,7 @@ def said(handle: Handle) -> tuple[int, ...]:
 
 
 def ask(core: Core, tokens: Sequence[int], **more: Any) -> tuple[int, ...]:
-    """Return the answer, once all that is to be written is written."""
+    """Return the answer once all pending blocks are written."""
     handle = submit(core, tokens, **more)
     settle(core)
     return said(handle)

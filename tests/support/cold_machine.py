@@ -1,4 +1,4 @@
-"""The engine's machine with a folder on a disk: what is asked for comes from there, too.
+"""The engine's state machine with a cache folder.
 
 Nothing that the disk's thread does is left to chance: a rule begins when it has come to rest, or
 hangs where it was told to.
@@ -35,7 +35,7 @@ LIMIT_BYTES = 8_000_000 + 150_000
 
 
 class ColdMachine(EngineMachine):
-    """The same core, and a folder that is damaged, hangs, fails and is opened again."""
+    """The same core with a folder that is damaged, hangs, fails and is reopened."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="penstock-"))
@@ -74,7 +74,7 @@ class ColdMachine(EngineMachine):
         return hangs
 
     def rest(self) -> None:
-        """Wait until the disk's thread has nothing to do, or hangs."""
+        """Wait until the disk's thread is idle or hangs."""
         tier, until = self.tiers.tier, time.monotonic() + SOON
         while (tier.is_busy or tier.is_off or tier._chores is not None) and not self.hangs.is_set():
             assert time.monotonic() < until
@@ -91,7 +91,7 @@ class ColdMachine(EngineMachine):
 
     @rule(pick=picks, over=st.integers(0, 7))
     def forget_and_ask_again(self, pick: int, over: int) -> None:
-        """Evict all that can be, and ask for something that was held."""
+        """Evict everything possible, and request a cached prompt again."""
         evict_all(self.core)
         if known := self.texts(""):
             text = known[pick % len(known)][: self.kind.most_prompt - over]
@@ -104,13 +104,13 @@ class ColdMachine(EngineMachine):
         asked=st.none() | picks,
     )
     def damage(self, pick: int, how: str, seed: int, asked: int | None) -> None:
-        """Damage a file that is there, whoever may be about to read it, and perhaps ask for it."""
+        """Damage a file, even one about to be read, and perhaps request it."""
         self._damage(pick, how, seed)
         if asked is not None:
             self.forget_and_ask_again(asked, 0)
 
     def files(self) -> list[Path]:
-        """List the records on the disk that were not cut to nothing."""
+        """List the records on disk that are not truncated to nothing."""
         records = (self.folder / FORMAT / "blocks").rglob("*.safetensors")
         return sorted(path for path in records if path.stat().st_size)
 
@@ -159,14 +159,14 @@ class ColdMachine(EngineMachine):
 
     @rule()
     def open_again(self) -> None:
-        """Begin anew with the same folder."""
+        """Reopen the engine with the same folder."""
         if not self.open:
             self.close_core()
             self.open_core()
 
     @rule()
     def fail(self) -> None:
-        """Let the folder fail once: it is evicted, and opened again."""
+        """Let the folder fail once: the tier is switched off, and on again."""
 
         def fails(store: SSDStore) -> None:
             raise OSError("a disk's bad day")

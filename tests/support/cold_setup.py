@@ -1,4 +1,4 @@
-"""An engine with a folder on a disk, for tests of what the disk and others do to it.
+"""An engine with a cache folder, for tests of disk faults.
 
 Run as a script it is one of several processes that share a folder, until it is killed:
 `cold_setup.py FOLDER SEED ROUNDS`.
@@ -34,7 +34,7 @@ SMALL_LIMIT = 8_000_000 + 600_000
 
 @contextmanager
 def running(folder: Path | None, **settings: Any) -> Iterator[Core]:
-    """Run a core that soon looks again at a folder that has failed, from the first time on."""
+    """Run a core that soon retries a failed folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ColdTier.__init__.__kwdefaults__, "retry_seconds", 0.05)
         with cold_engine.running(folder, **{"prefill_chunk": 128, **settings}) as core:
@@ -46,14 +46,14 @@ def ask(core: Core, tokens: Sequence[int] = PROMPT) -> tuple[int, ...]:
 
 
 def assert_right(core: Core, tokens: Sequence[int] = PROMPT) -> int:
-    """See that the answer is what plain mlx-lm says; return how much was read from the disk."""
+    """Check that the answer matches plain mlx-lm; return the restored tokens."""
     before = core.view.stats().restored_tokens
     assert ask(core, tokens) == solo(tuple(tokens), SAID)
     return core.view.stats().restored_tokens - before
 
 
 def assert_in_order(folder: Path, limit_bytes: int) -> None:
-    """See that index and files say the same, and nothing is left of who was killed."""
+    """Check that index and files agree, and no files of killed processes remain."""
     assert size_of(folder) <= limit_bytes
     store = SSDStore(folder, limit_bytes, fingerprint="nobody's")
     try:
@@ -71,13 +71,13 @@ def assert_in_order(folder: Path, limit_bytes: int) -> None:
 
 
 def family(count: int = 12) -> list[tuple[int, ...]]:
-    """Return prompts of up to 14 blocks: four beginnings, each with ends of its own."""
+    """Return prompts of up to 14 blocks: four prefixes with several ends each."""
     begins = [prompt_of(8 * BLOCK, seed) for seed in range(4)]
     return [begins[i % 4] + prompt_of(2 * BLOCK * (i % 3) + 5, 50 + i) for i in range(count)]
 
 
 def serve(folder: Path, seed: int, rounds: int, limit: int = SMALL_LIMIT) -> None:
-    """Answer prompts in a random order, each answer compared; say how many, and what was done."""
+    """Answer prompts in random order and compare them; print the counts."""
     dice = random.Random(seed)
     prompts = family()
     with running(folder, ssd_cache_limit=limit) as core:

@@ -1,4 +1,4 @@
-"""The parts of an engine's core that tests look into, each named in this one place."""
+"""Internal parts of an engine's core that tests read, in one place."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ M = TypeVar("M")
 
 
 def evict_all(core: Core) -> None:
-    """Evict all prefixes not in use from memory, and leave the cold tiers as they are."""
+    """Evict all unused prefixes from memory; cold tiers are unchanged."""
     core.prefixes.clear()
 
 
 def evict_unpinned(core: Core) -> bool:
-    """Evict all that is not in use as an allocation would; return whether there was room."""
+    """Evict everything unused as an allocation would; return whether it sufficed."""
     return core.prefixes.make_room(core.ledger.free_bytes + core.prefixes.evictable_bytes)
 
 
 def wrap_model(core: Core, wrap: Callable[[Any], M]) -> M:
-    """Let the core call a wrapped model instead of its own; return the wrapped one."""
+    """Let the core call a wrapped model; return the wrapper."""
     wrapped = core.runner.model = wrap(core.runner.model)
     return wrapped
 
@@ -47,12 +47,12 @@ def pinned_nodes(core: Core) -> int:
 
 
 def shrink(core: Core, nbytes: int) -> int:
-    """Free bytes of what is cached, the least valuable first."""
+    """Evict cached bytes, the least valuable first."""
     return core.prefixes.shrink(nbytes)
 
 
 def free_beside_tree(core: Core, nbytes: int) -> int:
-    """Free memory beside the tree, as windows and checkpoints; return the bytes freed."""
+    """Free memory outside the tree, such as windows and checkpoints; return the bytes."""
     return core.prefixes._beside.relief.relieve(nbytes)
 
 
@@ -62,7 +62,7 @@ def way_of(core: Core) -> str:
 
 
 def why_of(core: Core) -> str:
-    """Return why it is read in this way."""
+    """Return the reason for this way of reading."""
     return core.runner.fitness.why
 
 

@@ -1,4 +1,4 @@
-"""What tests put into an engine: small models, and models, samplers and detokenizers with bugs.
+"""Small models, and models, samplers and detokenizers with injected faults.
 
 A text is one character a token here, so that texts and stop strings can be counted on fingers.
 """
@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 from small_models import BASE, build
 
+from penstock.attention.chunk_reads import MixedReads
 from penstock.engine.model.sampling import TokenSampler
 
 VOCABULARY_TOKENS = 512
@@ -36,7 +37,7 @@ OUT_OF_MEMORY = "[metal::malloc] Attempting to allocate 70368744177664 bytes whi
 
 @functools.cache
 def model_of(family: str, feed_forward: int = BASE["intermediate_size"]) -> Any:
-    """Return a random float32 model of two layers; always the same."""
+    """Return a reproducible random float32 model of two layers."""
     mx.random.seed(3)
     size = {"num_hidden_layers": 2, "vocab_size": VOCABULARY_TOKENS, "head_dim": 16}
     more = {"model_type": family, "tie_word_embeddings": False, "torch_dtype": "float32"}
@@ -56,13 +57,13 @@ def spell(tokens: Sequence[int]) -> str:
 
 
 class Letters:
-    """A streaming detokenizer: every token is a character, certain at once."""
+    """A streaming detokenizer: each token is a character, complete at once."""
 
     def __init__(self, alphabet: Alphabet) -> None:
         self.alphabet = alphabet
 
     def reset(self) -> None:
-        """Begin anew: `breaks_at` tokens are taken in, then it raises; -1: in `finalize`."""
+        """Reset; raise after `breaks_at` tokens, or for -1 in `finalize`."""
         breaks = self.alphabet.breaks
         self.breaks_at = breaks.pop(0) if breaks else None
         self.count = 0
@@ -82,7 +83,7 @@ class Letters:
 
 @dataclass
 class Alphabet:
-    """A tokenizer as far as the engine needs one. `breaks` are those of the next answers."""
+    """A minimal tokenizer for the engine. `breaks` apply to the next answers."""
 
     eos_token_ids: frozenset[int] = frozenset()
     breaks: list[int | None] = field(default_factory=list)
@@ -102,7 +103,7 @@ class Alphabet:
 
 
 class Broken(TokenSampler):
-    """A sampler that fails after so many tokens."""
+    """A sampler that fails after a number of tokens."""
 
     plain = False  # rows that are plain are chosen together, without asking any sampler
 
@@ -117,13 +118,15 @@ class Broken(TokenSampler):
 
 
 class Faulty:
-    """A model that fails when it is told to, so many times, and is right otherwise."""
+    """A model that fails a set number of times on request."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.times = 0
         self.rows: list[int] = []
         """Rows of each call that failed."""
+        self.mixed: list[bool] = []
+        """Whether each of them had tokens of answers beside a chunk of a prompt."""
 
     def arm(
         self,
@@ -133,13 +136,14 @@ class Faulty:
         only: Callable[[mx.array], bool] = lambda tokens: True,
     ) -> None:
         """Fail the next calls; `only` tells from their tokens (b, n) which of them."""
-        self.how, self.times, self.only, self.rows = how, times, only, []
+        self.how, self.times, self.only, self.rows, self.mixed = how, times, only, [], []
 
     def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
         if not self.times or not self.only(tokens):
             return self.model(tokens, cache=cache)
         self.times -= 1
         self.rows.append(tokens.shape[0])
+        self.mixed.append(isinstance((cache or [None])[0], MixedReads))
         return self.how(self.model, tokens, cache)
 
     def __getattr__(self, name: str) -> Any:
@@ -151,32 +155,32 @@ Fault = Callable[[Any, mx.array, Any], Any]
 
 
 def fails(model: Any, tokens: mx.array, cache: Any) -> Any:
-    """Raise before anything is computed."""
+    """Raise before computing."""
     raise ValueError("a model's bug")
 
 
 def fail_after_last_layer(model: Any, tokens: mx.array, cache: Any) -> Any:
-    """Raise when all layers have written to their caches."""
+    """Raise after all layers have written to their caches."""
     model(tokens, cache=cache)
     raise ValueError("a model's bug behind its last layer")
 
 
 def runs_out_of_memory(model: Any, tokens: mx.array, cache: Any) -> Any:
-    """Raise as MLX does where it can: when all layers have written to their caches."""
+    """Raise out of memory after all layers have written to their caches."""
     model(tokens, cache=cache)
     raise RuntimeError(OUT_OF_MEMORY)
 
 
 def return_nan_logits(model: Any, tokens: mx.array, cache: Any) -> Any:
-    """Return logits that are not numbers."""
+    """Return NaN logits."""
     return model(tokens, cache=cache) * float("nan")
 
 
 def reads_a_chunk(tokens: mx.array) -> bool:
-    """Tell whether a call prefills (in these tests, never a single token)."""
+    """Return whether a call prefills (in these tests, never a single token)."""
     return tokens.shape[1] > 1
 
 
 def decodes(tokens: mx.array) -> bool:
-    """Tell whether a call decodes."""
+    """Return whether a call decodes."""
     return tokens.shape[1] == 1

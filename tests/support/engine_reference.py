@@ -1,4 +1,4 @@
-"""What the engine must answer, told by plain mlx-lm alone.
+"""Expected answers of the engine, computed by plain mlx-lm.
 
 `solo` is mlx-lm's model on mlx-lm's caches, one sequence by itself, remembered by prompt.
 """
@@ -39,7 +39,7 @@ ENDS = frozenset(range(0, VOCABULARY_TOKENS, 29))
 
 @functools.cache
 def draft_of(kind: Kind) -> Any:
-    """Return a copy of a kind's model, with arrays of its own; always the same object."""
+    """Return a copy of a kind's model with separate arrays; always the same object."""
     copy = deepcopy(kind.model)
     mx.eval(copy.parameters())
     return copy
@@ -47,7 +47,7 @@ def draft_of(kind: Kind) -> Any:
 
 @dataclass(frozen=True)
 class Kind:
-    """An engine under test: a model, and how it is run."""
+    """An engine under test: a model and its settings."""
 
     name: str
     family: str
@@ -95,7 +95,7 @@ class Kind:
 
     @property
     def window(self) -> bool:
-        """Whether sequences grow beyond what they may see."""
+        """Whether sequences can exceed their window."""
         return self.max_kv_size < self.most_prompt + MOST_NEW
 
     @property
@@ -118,7 +118,7 @@ class Kind:
         }
 
     def caches(self) -> list[Any]:
-        """Return mlx-lm's caches; past a window, the class whose rule of sight is the engine's."""
+        """Return mlx-lm's caches; past a window, of the class with the engine's rule."""
         caches = list(theirs.make_prompt_cache(self.model))
         return [self._bounded(cache) for cache in caches] if self.window else caches
 
@@ -131,7 +131,7 @@ class Kind:
 
     @property
     def checked(self) -> EngineSettings:
-        """The settings, beside a tier if they need one.
+        """The validated settings, with a tier if they need one.
 
         Raises:
             SettingError: an engine does not take them together.
@@ -141,7 +141,7 @@ class Kind:
 
     @functools.cached_property
     def pieces(self) -> list[tuple[int, ...]]:
-        """The pieces that prompts are made of: few, so that prompts meet."""
+        """Pieces that prompts consist of: few, so that prompts share prefixes."""
         draw, tokens = random.Random(self.block_size), self.block_size * self.piece_blocks
         return [tuple(draw.randrange(VOCABULARY_TOKENS) for _ in range(tokens)) for _ in range(3)]
 
@@ -173,7 +173,7 @@ KINDS = [
 
 
 def possible(kind: Kind) -> bool:
-    """Tell whether an engine takes such settings together, whatever the model."""
+    """Return whether an engine accepts these settings, whatever the model."""
     try:
         settings = kind.checked
         QuantizationRule.of(kind.codec, block_size=kind.block_size, first_tokens=0)
@@ -234,7 +234,7 @@ spilling_kinds = st.builds(
 
 @dataclass(frozen=True)
 class Step:
-    """One token, and how far ahead of the next it was."""
+    """A token, and its logit lead over the second."""
 
     token: int
     gap: float
@@ -248,7 +248,7 @@ def solo(
     choice: int = 0,
     most: int = MOST_NEW,
 ) -> tuple[Step, ...]:
-    """Generate `most` tokens alone; with a seed, drawn at temperature 1."""
+    """Generate `most` tokens alone; with a seed, sampled at temperature 1."""
     model, caches = kind.model, kind.caches()
     sampler = (
         None if seed is None else TokenSampler(Sampling(temperature=1.0, seed=seed), (), choice)
@@ -268,7 +268,7 @@ def solo(
 
 @dataclass(frozen=True)
 class Answer:
-    """What one answer must be if nothing goes wrong."""
+    """The expected answer if nothing fails."""
 
     tokens: tuple[int, ...]
     text: str
@@ -281,7 +281,7 @@ class Answer:
 
 
 def answer(kind: Kind, request: Request, choice: int) -> Answer:
-    """Tell the answer to a request from what the model says alone."""
+    """Return the expected answer to a request from the model alone."""
     seed = request.sampling.seed if request.sampling.temperature else None
     drawn_as = choice if seed is not None else 0
     steps = solo(kind, request.prompt, seed, drawn_as, min(request.max_tokens, MOST_GROWN))
@@ -306,6 +306,6 @@ def answer(kind: Kind, request: Request, choice: int) -> Answer:
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Count the first tokens that two sequences share."""
+    """Return the number of common first tokens."""
     differ = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
     return next(differ, min(len(a), len(b)))

@@ -1,4 +1,4 @@
-"""An engine for a test of faults: what is asked of it, what the model says alone, exact bytes."""
+"""An engine for fault tests: its requests, expected answers, and exact bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def prompt_of(tokens: int, seed: int = 0) -> tuple[int, ...]:
-    """Return random tokens: other seeds, other prompts from the first token on."""
+    """Return random tokens; prompts of different seeds share no prefix."""
     draw = random.Random(f"{tokens} {seed}")
     return tuple(draw.randrange(VOCABULARY_TOKENS) for _ in range(tokens))
 
@@ -75,7 +75,7 @@ class Setup:
         self.asked: list[Handle] = []
 
     def ask(self, tokens: int | tuple[int, ...], max_tokens: int = 12, **settings: Any) -> Handle:
-        """Ask with a prompt, or with a random one of so many tokens."""
+        """Submit a prompt, or a random one of this length."""
         prompt = prompt_of(tokens, len(self.asked)) if isinstance(tokens, int) else tokens
         handle = self.core.submit(Request(prompt=prompt, max_tokens=max_tokens, **settings))
         self.asked.append(handle)
@@ -87,7 +87,7 @@ class Setup:
             self.check()
 
     def until(self, handle: Handle, state: State) -> None:
-        """Run until an answer is in a state."""
+        """Run until an answer reaches a state."""
         for _ in range(200):
             if self.state(handle) is state:
                 return
@@ -102,7 +102,7 @@ class Setup:
         assert self.core.view.idle
 
     def sequence(self, handle: Handle) -> Sequence:
-        """Return the last answer's inside."""
+        """Return the engine's sequence of the last answer."""
         return [s for s in self.core.admission.sequences.values() if s.handle is handle][-1]
 
     def state(self, handle: Handle) -> State:
@@ -113,7 +113,7 @@ class Setup:
         return self.sequence(handle).state
 
     def check(self) -> None:
-        """See that account, arrays and MLX agree to the byte."""
+        """Check that ledger, arrays and MLX agree to the byte."""
         self.core.view.check()
         assert self.core.ledger.used_bytes <= self.core.ledger.limit_bytes
         until = time.monotonic() + 0.5  # MLX's own threads let go of arrays a moment later
@@ -125,7 +125,7 @@ class Setup:
 
 
 def end_of(handle: Handle, choice: int = 0) -> Finish:
-    """Return how an answer ended; it has."""
+    """Return the finish event of an ended answer."""
     handle.events()
     finish = handle.choices[choice].finish
     assert finish is not None, "the answer has not ended"
@@ -139,7 +139,7 @@ def error_of(handle: Handle, choice: int = 0) -> Any:
 
 
 def assert_right(handle: Handle, choice: int = 0) -> None:
-    """See that an answer is whole, and is what the model says alone."""
+    """Check that an answer is complete and matches the model alone."""
     finish, found = end_of(handle, choice), handle.choices[choice]
     expected = solo(handle.request.prompt, handle.request.max_tokens)
     assert (finish.reason, finish.error) == ("length", None)
@@ -147,7 +147,7 @@ def assert_right(handle: Handle, choice: int = 0) -> None:
 
 
 def assert_begins_right(handle: Handle, choice: int = 0) -> None:
-    """See that an answer is right as far as it went."""
+    """Check that an answer matches as far as it went."""
     handle.events()
     found: Choice = handle.choices[choice]
     assert tuple(found.tokens) == solo(handle.request.prompt, len(found.tokens))
@@ -156,7 +156,7 @@ def assert_begins_right(handle: Handle, choice: int = 0) -> None:
 
 @contextmanager
 def made(**settings: Any) -> Iterator[Setup]:
-    """Make an engine; afterwards all that is left open is answered, and given back to the byte."""
+    """Open an engine; at the end, answer all requests and check that all bytes are released."""
     setup = Setup(**settings)
     core = setup.core
     try:

@@ -1,4 +1,4 @@
-"""GGUF files of small models, written by the package `gguf`: the reference for ours.
+"""GGUF files of small models, written by the reference package `gguf`.
 
 Names of tensors, forms of blocks and keys of metadata are that package's, not those of
 `penstock.plugins.gguf`.
@@ -217,6 +217,39 @@ def write_model(
     writer.close()
 
 
+def write_random_llama(path: Path, layers: int, width: int, hidden: int, form: str) -> int:
+    """Write a llama of random codes; return the bytes of its largest tensor."""
+    heads = width // SIZES["head_dim"]
+    config = {
+        **SIZES,
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+    }
+    shapes = {f"attn_{side}": (width, width) for side in ("q", "k", "v", "output")}
+    shapes |= {"ffn_gate": (hidden, width), "ffn_up": (hidden, width), "ffn_down": (width, hidden)}
+    writer = gguf.GGUFWriter(path, "llama")
+    _add_sizes(writer, "llama", config)
+    add_vocabulary(writer)
+    kind = gguf.GGMLQuantizationType[form]
+    names = {"token_embd": (VOCABULARY, width)}
+    for layer in range(layers):
+        names |= {f"blk.{layer}.{name}": shape for name, shape in shapes.items()}
+        for norm in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{layer}.{norm}.weight", np.ones(width, np.float32))
+    writer.add_tensor("output_norm.weight", np.ones(width, np.float32))
+    for name, shape in names.items():
+        writer.add_tensor(f"{name}.weight", random_blocks(form, *shape), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    numbers, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    return hidden * width // numbers * block_bytes
+
+
 def random_blocks(form: str, rows: int, columns: int) -> np.ndarray[Any, Any]:
     """Return random blocks whose scales are small numbers of float16."""
     numbers, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[form]]
@@ -233,7 +266,7 @@ def random_blocks(form: str, rows: int, columns: int) -> np.ndarray[Any, Any]:
 
 
 def interleaved(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """Return rows of queries or keys as the converter leaves them for llama."""
+    """Return rows of queries or keys permuted as the converter does for llama."""
     halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
     return halves.swapaxes(1, 2).reshape(rows.shape)
 
@@ -312,7 +345,7 @@ def _add_sizes(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> No
 
 
 def _llama3_factors(config: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """Return the factors by the loop of llama.cpp's converter."""
+    """Return the RoPE factors by the loop of llama.cpp's converter."""
     scaling, dim = config["rope_scaling"], config["head_dim"]
     old = scaling["original_max_position_embeddings"]
     long, short = old / scaling["low_freq_factor"], old / scaling["high_freq_factor"]
@@ -331,7 +364,7 @@ def _llama3_factors(config: dict[str, Any]) -> np.ndarray[Any, Any]:
 
 
 def add_vocabulary(writer: gguf.GGUFWriter) -> None:
-    """Add a vocabulary of all bytes, a few merges and three marks."""
+    """Add a vocabulary of all bytes, a few merges and three special tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = ["t h", "th e", "i n", "Ġ the"]
     texts = [*letters, *(merge.replace(" ", "") for merge in merges)]

@@ -1,4 +1,4 @@
-"""Answers in harmony as `openai-harmony` writes and reads them, a JSON object a line.
+"""Harmony answers as `openai-harmony` writes and reads them, one JSON object per line.
 
     python harmony_reference.py NUMBER     (needs `openai-harmony`, and not penstock)
 
@@ -67,7 +67,7 @@ def main(number: int) -> None:
 
 
 def rendered(encoding: Any, random: Random) -> list[int]:
-    """Return the tokens of an answer as the library writes it."""
+    """Return the tokens of an answer as the library renders it."""
     tokens: list[int] = []
     for channel, recipient, text in talk(random):
         author = Author(role=Role.ASSISTANT)
@@ -82,7 +82,7 @@ def rendered(encoding: Any, random: Random) -> list[int]:
 
 
 def composed(encoding: Any, random: Random) -> list[int]:
-    """Return the tokens of an answer with a header of any kind in front of each call."""
+    """Return the tokens of an answer with a header of any kind before each call."""
     parts: list[list[int]] = []
     for channel, recipient, text in talk(random):
         header = f"<|channel|>{channel}"
@@ -113,7 +113,7 @@ def talk(random: Random) -> list[tuple[str, str, str]]:
 
 
 def read(encoding: Any, tokens: list[int]) -> tuple[list[Any], list[Any]]:
-    """Return the messages of an answer, and those of what it is behind each token."""
+    """Return the messages of an answer, and the recipient state after each token."""
     parsed = encoding.parse_messages_from_completion_tokens(tokens, role=Role.ASSISTANT)
     ends: list[Any] = []
     for stop in range(1, len(tokens)):
@@ -131,7 +131,7 @@ def read(encoding: Any, tokens: list[int]) -> tuple[list[Any], list[Any]]:
 
 
 def whole(encoding: Any, tokens: list[int]) -> bool:
-    """Tell whether tokens end at the end of a sign."""
+    """Return whether tokens end at a character boundary."""
     return "\ufffd" not in str(encoding.decode(tokens))
 
 

@@ -1,4 +1,4 @@
-"""Arrays and measurements that the tests of the caches share."""
+"""Arrays and measurements for cache tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOKEN_BYTES = 2 * HEADS * WIDTH * 4
 
 
 def kv(tokens: int, batch: int = 1, start: int = 0, dtype: mx.Dtype = mx.float32) -> Any:
-    """Return keys and values of `tokens` tokens whose numbers are their index, and minus that."""
+    """Return keys and values of `tokens` tokens: their indices, and the negatives."""
     index = mx.arange(start, start + tokens).reshape(1, 1, tokens, 1)
     keys = mx.broadcast_to(index, (batch, HEADS, tokens, WIDTH)).astype(dtype)
     mx.eval(keys)
@@ -22,7 +22,7 @@ def kv(tokens: int, batch: int = 1, start: int = 0, dtype: mx.Dtype = mx.float32
 
 
 def feed(cache: Any, *chunks: int, start: int = 0) -> Any:
-    """Write chunks one after the other, evaluating each; return what the last one returned."""
+    """Write chunks in turn, evaluating each; return the last result."""
     fetched = None
     for tokens in chunks:
         del fetched  # a view still held would turn the next write into a copy
@@ -33,12 +33,12 @@ def feed(cache: Any, *chunks: int, start: int = 0) -> Any:
 
 
 def indices(side: mx.array, row: int = 0) -> list[int]:
-    """Return which token each column of a side made by `kv` holds."""
+    """Return the token in each column of a side made by `kv`."""
     return [abs(int(number)) for number in side[row, 0, :, 0].tolist()]
 
 
 def peak_above(act: Callable[[], Any]) -> int:
-    """Return how many bytes more than before were alive at once while `act` ran."""
+    """Return the peak of allocated bytes above the start while `act` ran."""
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     act()

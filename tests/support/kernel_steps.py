@@ -1,4 +1,4 @@
-"""Random decode steps for the kernels, with NaN wherever they have nothing to read."""
+"""Random decode steps for the kernels, with NaN wherever they must not read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer and its step."""
+    """The sizes of a layer and its step."""
 
     dtype: mx.Dtype = mx.float32
     dim: int = 64
@@ -51,7 +51,7 @@ class Shape:
 
 @dataclass
 class Step:
-    """Everything that a decode step of one layer reads."""
+    """All inputs of one layer's decode step."""
 
     shape: Shape
     rows: list[DecodeRow]
@@ -74,7 +74,7 @@ class Step:
             return mx.array(values).astype(dtype)
 
         def segment(tokens: int) -> Segment:
-            """Hold NaN behind the tokens, which rows read none of."""
+            """Return a segment with NaN after its tokens."""
             held = -(-(tokens + int(rng.integers(0, BLOCK))) // BLOCK) * BLOCK
             raw, dims = shape.scheme == "raw", (shape.dim, value_dim)
             size, behind = (1, shape.kv_heads, held), tokens if raw else None
@@ -179,13 +179,13 @@ class Step:
 
 
 def error(step: Step, run: Run) -> float:
-    """Return the largest difference as a share of what is allowed; NaN is infinite."""
+    """Return the largest difference relative to the allowed one; NaN counts as infinite."""
     off = np.abs(numbers(step.attend(run)) - step.expected()).max()
     return float("inf") if np.isnan(off) else float(off) / step.allowed()
 
 
 def _poisoned(side: Side, tokens: int) -> Side:
-    """Return codes with ones for bits behind the tokens, and NaN for scales."""
+    """Return codes with all bits set after the tokens, and NaN scales."""
     if not isinstance(side, Coded):
         return col.map_arrays(lambda part: _nan_from(part, tokens), side)
     behind = -(-tokens // side.codec.span)

@@ -1,4 +1,4 @@
-"""The whole text that MLX hands to a GPU's compiler, and compilers that need no GPU."""
+"""The source that MLX passes to a GPU's compiler, and compilers that need no GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CUDA_START = """
 
 @contextlib.contextmanager
 def printed() -> Iterator[list[str]]:
-    """Yield what the process prints meanwhile, MLX's C++ included."""
+    """Capture the process's standard output in a list, including that of MLX's C++."""
     sys.stdout.flush()
     lines: list[str] = []
     with tempfile.TemporaryFile("w+") as file:
@@ -52,7 +52,7 @@ def printed() -> Iterator[list[str]]:
 
 
 def metal_text(call: KernelCall) -> str:
-    """Return the text that MLX writes for Metal: exported, which needs no Metal."""
+    """Return the Metal source that MLX writes, by an export that needs no Metal."""
     kernel = mx.fast.metal_kernel(
         name=call.text.name,
         input_names=list(call.text.inputs),
@@ -80,7 +80,7 @@ def metal_text(call: KernelCall) -> str:
 
 
 def cuda_text(call: KernelCall) -> str:
-    """Return the text that MLX writes for CUDA (`build_kernel` in its custom_kernel.cpp)."""
+    """Return the CUDA source that MLX writes (`build_kernel` in its custom_kernel.cpp)."""
     inputs = [
         f"    const {CUDA_TYPES[array.dtype]}* {name}"
         for name, array in zip(call.text.inputs, call.inputs, strict=True)
@@ -106,7 +106,7 @@ def cuda_text(call: KernelCall) -> str:
 
 
 def shimmed(texts: Sequence[str]) -> str:
-    """Return one file of Metal texts for a C++ compiler: headers once, attributes gone."""
+    """Return Metal sources as one file for a C++ compiler, without attributes."""
     found = []
     for number, text in enumerate(texts):
         plain = re.sub(r"\[\[[^\]]*\]\]", "", text)
@@ -121,7 +121,7 @@ def shimmed(texts: Sequence[str]) -> str:
 
 
 def gnu_errors(text: str) -> str:
-    """Return what g++ has to say of a shimmed text."""
+    """Return g++'s errors for a shimmed source."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     assert compiler is not None
     command = [compiler, "-std=c++17", "-fsyntax-only", "-w", "-x", "c++", "-"]
@@ -129,7 +129,7 @@ def gnu_errors(text: str) -> str:
 
 
 def clang_errors(text: str) -> list[str] | None:
-    """Return the errors that clang finds in a shimmed text; None without libclang."""
+    """Return clang's errors for a shimmed source; None without libclang."""
     try:
         from clang import cindex
     except ImportError:
@@ -173,7 +173,7 @@ def spirv_operations(code: bytes) -> Iterator[tuple[int, tuple[int, ...]]]:
 
 
 def spirv_faults(code: bytes) -> str | None:
-    """Return what the validator of Khronos finds in a module; None if it is not installed."""
+    """Return the Khronos validator's errors for a module; None if it is not installed."""
     places = (Path(folder) / "cmeel.prefix" / "bin" / "spirv-val" for folder in sys.path)
     validator = next((place for place in places if place.exists()), None)
     if validator is None:
@@ -206,7 +206,7 @@ def ptx(text: str, architecture: str) -> str:
 
 
 def registers(text: str, architecture: str) -> int:
-    """Return the registers of a thread of the one kernel in a CUDA text."""
+    """Return the registers per thread of the single kernel in a CUDA source."""
     code = _compiled(text, architecture, "CUBIN")
     count = code.index(b"\x04\x2f\x08\x00") + 8  # EIATTR_REGCOUNT: a symbol and a number
     return int.from_bytes(code[count : count + 4], "little")

@@ -1,4 +1,4 @@
-"""The kernels as C++17: compiled on demand, called on arrays, or run by a sanitized program."""
+"""The kernels as C++17, compiled on demand, and run in process or in a sanitized program."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Change = Sequence[tuple[str, str]]
 
 
 def variant(call: KernelCall) -> Variant:
-    """Return what decides the C++ of a call."""
+    """Return the properties that determine the C++ of a call."""
     kinds = tuple(INPUT_TYPES[array.dtype] for array in call.inputs)
     outputs = tuple(INPUT_TYPES[dtype] for dtype in call.dtypes)
     return call.text, call.template, kinds, outputs
@@ -95,7 +95,7 @@ def from_bytes(data: bytes, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
 
 
 def compiled(code: str, flags: Iterable[str], output: Path) -> None:
-    """Compile a file, with the whole message if that fails."""
+    """Compile a file; raise with the compiler's output if that fails."""
     path = output.with_suffix(".cpp")
     path.write_text(code)
     assert COMPILER is not None
@@ -143,7 +143,7 @@ class Lockstep:
 
 @dataclass
 class Recorder:
-    """Notes calls, and answers zeros: what is called is then compiled at once."""
+    """Records calls and returns zeros, so that all called variants are compiled at once."""
 
     target: str = "lockstep"
     variants: dict[Variant, None] = field(default_factory=dict)
@@ -158,7 +158,7 @@ class Recorder:
 
 @dataclass
 class Program:
-    """A program of many variants, with sanitizers, that reads jobs and writes answers."""
+    """A sanitized program of many variants that reads jobs and writes results."""
 
     path: Path
     variants: list[Variant]

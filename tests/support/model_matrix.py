@@ -1,4 +1,4 @@
-"""What a family of mlx-lm does on the engine: how its KV is read, and whether its text is right.
+"""Run a family of mlx-lm on the engine: how its KV is read, and whether its text matches.
 
 For each, against a plain mlx-lm loop on a tiny random model in float32: cold, warm from memory, the
 next turn, warm after a restart, in a batch with joins, and past a window.
@@ -30,7 +30,7 @@ from penstock.engine.schedule import restoring as restoring_module
 from penstock.errors import ModelError
 from penstock.models import mlx_lm as seam
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "notes" / "families.md"
 BLOCK = 16
 ANSWER = 6
 LOGITS_OFF = 1e-4
@@ -62,12 +62,12 @@ cut."""
 
 
 class Differs(AssertionError):
-    """The engine says something else than a plain loop."""
+    """The engine's text differs from a plain loop's."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of a family; `why` it cannot be had, if it cannot."""
+    """Results of a family, or in `why` the reason that there are none."""
 
     family: str
     layers: str = ""
@@ -77,7 +77,7 @@ class Row:
     why: str = ""
 
     def line(self) -> str:
-        """Return the row as a line of a table in Markdown."""
+        """Return the row as a Markdown table line."""
         cells = (self.family, self.layers, self.way, self.reuse, self.why)
         return "| " + " | ".join(cells) + " |"
 
@@ -93,14 +93,14 @@ class Zoo:
     """Module with the classes of its caches."""
 
     def documented(self) -> dict[str, str]:
-        """Return the lines of its table in docs/models.md, by family."""
+        """Return the lines of its table in benchmarks/notes/families.md, by family."""
         page = PAGE.read_text().partition(f"<!-- families of {self.name} -->")[2]
         table = page.partition("<!-- end of families -->")[0].partition("|---")[2]
         lines = [line for line in table.splitlines() if line.startswith("| ")]
         return {line.split("|")[1].strip(): line for line in lines}
 
     def representatives(self) -> set[str]:
-        """Return a family for each mixture of layers, way of reading them, and reuse."""
+        """Return a family for each combination of layers, KV reading and reuse."""
         found: dict[tuple[str, ...], str] = {}
         for family, line in self.documented().items():
             _, _, layers, way, reuse, *_ = (cell.strip() for cell in line.split("|"))
@@ -111,7 +111,7 @@ class Zoo:
         return set(found.values())
 
     def reuse_share(self) -> float:
-        """Return the share of families with prefix reuse, of those that run here."""
+        """Return the share of families with prefix reuse among those that run here."""
         reuse = [line.split("|")[4].strip() for line in self.documented().values()]
         run = [each for each in reuse if each != "not run"]
         return sum(each in ("yes", "walk-back") for each in run) / len(run)
@@ -255,7 +255,7 @@ def _loop(model: Any, prompt: Sequence[int], caches: list[Any]) -> tuple[list[in
 
 
 def _check(family: str, model: Any, what: str, handle: Handle) -> list[int]:
-    """Compare an answer with a plain loop's, and return it."""
+    """Compare an answer with the plain loop's, and return it."""
     return _compare(family, what, handle, _plain(family, model, handle.request.prompt))
 
 
@@ -263,7 +263,7 @@ _said: dict[tuple[str, tuple[int, ...]], tuple[list[int], mx.array]] = {}
 
 
 def _plain(family: str, model: Any, prompt: tuple[int, ...]) -> tuple[list[int], mx.array]:
-    """Return what a plain loop says, which is asked once."""
+    """Return the cached text of a plain loop."""
     if (family, prompt) not in _said and family in ANEW:
         _said[family, prompt] = tiny_families.anew_greedy(model, prompt, ANSWER)
     if (family, prompt) not in _said:
@@ -314,7 +314,7 @@ def _cached(handle: Handle) -> int:
 
 
 def _layers(model: Any) -> str:
-    """Say how many layers of each kind it keeps something for."""
+    """Return the number of layers of each kind."""
     try:
         layout = seam.layout(model)
     except ModelError:
@@ -341,7 +341,7 @@ REASONS = {
 
 
 def _reason(why: str) -> str:
-    """Return why KV is joined, in a few words."""
+    """Return a short reason for joined KV."""
     return next((short for part, short in REASONS.items() if part in why), "reads its caches")
 
 

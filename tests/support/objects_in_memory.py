@@ -1,4 +1,4 @@
-"""A store of the remote tier that needs neither a server nor a package; see `Objects`."""
+"""A remote store without a server or a package; see `Objects`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.plugins.remote.objects import ObjectPiece
 
 
 class InMemory:
-    """Values in this process' memory; notes what it is asked, and is slow or hangs if told to."""
+    """Values in this process's memory; records requests, and delays or hangs if configured."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}

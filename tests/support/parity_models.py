@@ -1,4 +1,4 @@
-"""Random models, small and seeded, of the kinds whose attention caches differ."""
+"""Random models, small and seeded, with different kinds of attention caches."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ RECURRENT_FAMILIES = ("qwen3_next", "falcon_h1", "mamba2")
 
 @functools.cache
 def model_of(family: str) -> Any:
-    """Return a random float32 model with head size 64, or the embedded one; always the same."""
+    """Return a reproducible random float32 model, or the embedded one."""
     if family == "embedded":
         return load(MODEL_PATH)[0]
     mx.random.seed((*SHARED_FAMILIES, *JOINED_FAMILIES, *RECURRENT_FAMILIES).index(family))
@@ -228,14 +228,14 @@ def prompt_of(tokens: int, seed: int = 0) -> list[int]:
 
 @dataclass(frozen=True)
 class Step:
-    """One generated token, and the logarithms of the probabilities it was chosen by, as (V,)."""
+    """One generated token, and the log-probabilities it was chosen from, (V,)."""
 
     token: int
     logprobs: mx.array
 
     @property
     def gap(self) -> float:
-        """Return how far ahead of the second best it was."""
+        """Return its logit lead over the second."""
         best = mx.topk(self.logprobs, 2)
         return abs(float((best[1] - best[0]).item()))
 
@@ -243,7 +243,7 @@ class Step:
 def generate(
     model: Any, prompt: Sequence[int], cache: list[Any], tokens: int, step_size: int = 2_048
 ) -> list[Step]:
-    """Generate greedily with the given caches, which are read into."""
+    """Generate greedily with the given caches, which are modified."""
     return [
         Step(int(token), logprobs)
         for token, logprobs in generate_step(
@@ -261,7 +261,7 @@ def tokens_of(steps: Sequence[Step]) -> list[int]:
 
 
 def assert_same(ours: Sequence[int], reference: Sequence[Step], what: str) -> None:
-    """Compare tokens; say where they part, and by what margin the reference chose."""
+    """Compare tokens; report the first difference and the reference's margin there."""
     assert len(ours) == len(reference), f"{what}: {len(ours)} tokens, not {len(reference)}"
     for at, (token, step) in enumerate(zip(ours, reference, strict=True)):
         assert token == step.token, (
@@ -295,7 +295,7 @@ def bounded(model: Any, max_size: int, keep: int) -> list[Any]:
 
 @dataclass(frozen=True)
 class Finished:
-    """One sequence that came out of a batch."""
+    """One finished sequence of a batch."""
 
     tokens: list[int]
     cache: list[Any]

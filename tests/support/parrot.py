@@ -1,4 +1,4 @@
-"""A model that says what a test wants: a llama whose weights know only which token follows which.
+"""A model with scripted answers: a llama whose weights map each token to the next.
 
 Its attention and its feed-forward layers add nothing, its embeddings are told apart, and its head
 names the next token of a list. So calls of tools and reasoning come from a real engine, a real
@@ -41,7 +41,7 @@ def parrot(
     context: int = 32_768,
     merges: tuple[tuple[str, str], ...] = (),
 ) -> tuple[Any, Any]:
-    """Make a model that answers everything with these pieces, a token each, and its tokenizer.
+    """Make a model that always answers with these pieces, one token each, and its tokenizer.
 
     Args:
         pieces: each once; the answer ends behind the last.

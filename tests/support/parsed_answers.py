@@ -1,4 +1,4 @@
-"""Answers read by a parser, whole or in pieces, and put together again."""
+"""Answers parsed whole or in pieces, and reassembled."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def parse(
 
 
 def read(events: list[ParsedEvent]) -> Written:
-    """Put an answer together from its events."""
+    """Reassemble an answer from its events."""
     text = "".join(event.text for event in events if isinstance(event, TextPart))
     reasoning = "".join(event.text for event in events if isinstance(event, ReasoningPart))
     calls: list[tuple[str, Any]] = []
@@ -64,7 +64,7 @@ def read(events: list[ParsedEvent]) -> Written:
 
 
 def halves(text: str, cut: int) -> list[str]:
-    """Cut a text at a byte; a sign that is cut comes with the second piece, as from the engine."""
+    """Split a text at a byte; a split character moves to the second piece."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     data = text.encode()
     return [decoder.decode(data[:cut]), decoder.decode(data[cut:], final=True)]

@@ -1,4 +1,4 @@
-"""Fixtures for tests on a machine whose cores others use as well."""
+"""Fixtures for tests on a busy machine."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ SOON = 120.0
 
 @pytest.fixture(autouse=True)
 def whole_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read as much of a prompt in a step of its own on a busy machine as on a quiet one."""
+    """Prefill full chunks even if a busy machine measures a low rate."""
     monkeypatch.setattr(planner, "ALONE_SECONDS", SOON)
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for a tier as long as a prompt takes to compute, whatever else runs."""
+    """Wait for a tier as long as a prompt takes to compute, on any load."""
     monkeypatch.setattr(engine_tier, "LEAST_PATIENCE_SECONDS", SOON)
     monkeypatch.setattr(restoring, "ASK_SECONDS", SOON)
 
 
 @pytest.fixture
 def reads_all(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read what a tier has, also where a quick model computes it sooner."""
+    """Restore all blocks of a tier even if a fast model could compute them sooner."""
     monkeypatch.setattr(EngineTier, "saved_seconds", lambda self, first, stop: float(stop > first))
     monkeypatch.setattr(EngineTier, "patience_seconds", lambda self, first, stop: SOON)

@@ -1,4 +1,4 @@
-"""State of the whole process, put back behind each file of tests: none depends on another."""
+"""Process-wide state, restored after each test file so that none depends on another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def _environment() -> dict[str, str]:
-    """Return all variables but pytest's own, which change from test to test."""
+    """Return all variables except pytest's own, which change per test."""
     return {name: text for name, text in os.environ.items() if not name.startswith("PYTEST_")}
 
 
@@ -29,14 +29,14 @@ def _set_environment(before: dict[str, str]) -> None:
 
 
 def _limit(change: Callable[[int], int]) -> int:
-    """Return a limit of MLX; it tells when it is told another number."""
+    """Return one of MLX's limits, which are readable only by setting them."""
     limit = change(0)
     change(limit)
     return limit
 
 
 def _filters() -> dict[str, list[Any]]:
-    """Return the filters of all loggers, as `penstock serve` adds to those of libraries."""
+    """Return the filters of all loggers, since `penstock serve` adds some."""
     named = {name: logging.getLogger(name) for name in list(logging.root.manager.loggerDict)}
     return {name: list(logger.filters) for name, logger in named.items()}
 
@@ -70,7 +70,7 @@ STATES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
 
 @contextmanager
 def own_state() -> Iterator[None]:
-    """Begin with the same random numbers everywhere, and put back what is changed."""
+    """Seed random numbers equally in each file, and restore changed state."""
     random.seed(SEED)
     np.random.seed(SEED)
     mx.random.seed(SEED)

@@ -1,4 +1,4 @@
-"""What `make test` leaves to `make test-all`, so that it ends within ten minutes on a slow CPU.
+"""Selection of tests that `make test` leaves to `make test-all` to end within ten minutes.
 
 A test has `SECONDS` of processor time: so many of its cases run, the first always, and the same
 ones every time. A test of which one case takes more than `LONGEST`, or that has the mark `slow`,
@@ -18,15 +18,15 @@ from pathlib import Path
 
 import pytest
 
-SECONDS = 0.5
-LONGEST = 2.0
+SECONDS = 0.25
+LONGEST = 1.0
 ALWAYS = (
     "test_engine_matches_model",
     "test_engine_matches_model_with_disk_faults",
     "test_tree_matches_dict_of_prefixes",
-    "test_attend_budget_of_all_tokens_matches_full_attention",
+    "test_token_budget_above_length_matches_full_attention",
     "test_selected_blocks_are_read_exactly",
-    "test_state_machine_many_sequences_share_tree_and_ledger",
+    "test_state_machine_of_many_sequences_keeps_tree_and_ledger_exact",
     "test_memory_stays_within_limit",
     "test_sigterm_drains_open_requests",
     "test_only_ray_plugin_imports_ray",
@@ -38,7 +38,7 @@ PASSED = "penstock/passed"
 
 
 class PassedTests:
-    """A plugin that writes down which tests passed."""
+    """Plugin that records which tests passed."""
 
     def __init__(self, cache: pytest.Cache) -> None:
         self._cache, self._passed = cache, set[str]()
@@ -52,13 +52,13 @@ class PassedTests:
 
 
 def read_costs() -> dict[str, float]:
-    """Return the processor time of one case, in seconds, by the test's file and name."""
+    """Return the processor seconds of one case by file and test name."""
     lines = (line.split() for line in COSTS.read_text().splitlines())
     return {name: float(seconds) for seconds, name in lines}
 
 
 def left_out(items: Iterable[pytest.Item], costs: dict[str, float]) -> list[pytest.Item]:
-    """Return which of the tests are for `make test-all` alone."""
+    """Return the tests that only `make test-all` runs."""
     files: dict[Path, dict[str, list[pytest.Item]]] = {}
     for item in items:
         name = item.nodeid.partition("[")[0]
@@ -69,7 +69,7 @@ def left_out(items: Iterable[pytest.Item], costs: dict[str, float]) -> list[pyte
 def _left_out(
     tests: dict[str, list[pytest.Item]], costs: dict[str, float]
 ) -> Iterator[pytest.Item]:
-    """Yield what is left out of one file."""
+    """Yield the left-out tests of one file."""
     quick = {
         name: cases
         for name, cases in tests.items()

@@ -21,7 +21,7 @@ SECONDS = 1_200.0
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What a rank has left."""
+    """Results of a rank."""
 
     code: int
     found: dict[str, Any] | None
@@ -29,7 +29,7 @@ class Ended:
 
 
 def ports(count: int) -> list[int]:
-    """Return ports that nobody listens on now."""
+    """Return unused ports."""
     with ExitStack() as held:
         probes = [held.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
@@ -39,7 +39,7 @@ def ports(count: int) -> list[int]:
 
 @contextmanager
 def started(size: int, arguments: Sequence[str]) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start a command once for each rank, as `mlx.launch` does; all are gone at the end."""
+    """Start a command once per rank, as `mlx.launch` does; end all on exit."""
     with NamedTemporaryFile("w", suffix=".json") as hosts:
         json.dump([[f"127.0.0.1:{port}"] for port in ports(size)], hosts)
         hosts.flush()
@@ -64,7 +64,7 @@ def started(size: int, arguments: Sequence[str]) -> Iterator[list[subprocess.Pop
 
 
 def run(size: int, scenario: str, **told: Any) -> list[Ended]:
-    """Run a scenario on so many ranks, and return what each has left."""
+    """Run a scenario on this number of ranks, and return the result of each."""
     with started(size, [str(WORKER), scenario, json.dumps(told)]) as processes:
         return [ended(process) for process in processes]
 
@@ -77,7 +77,7 @@ def ended(process: subprocess.Popen[str], seconds: float = SECONDS) -> Ended:
 
 
 def results(size: int, scenario: str, **told: Any) -> list[dict[str, Any]]:
-    """Run a scenario that all ranks must see to its end; return what each holds."""
+    """Run a scenario that all ranks must complete; return the result of each."""
     found = []
     for each in run(size, scenario, **told):
         assert each.code == 0 and each.found is not None, each.errors

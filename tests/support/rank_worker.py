@@ -107,7 +107,7 @@ def made(family: str) -> Any:
 
 
 def held(core: Core) -> dict[str, Any]:
-    """Say what is held now; the account must be right to the byte."""
+    """Return what is cached; the ledger must be exact."""
     core.view.check()
     assert core.ledger.used_bytes <= core.ledger.limit_bytes
     by_kind = core.ledger.by_class()
@@ -142,7 +142,7 @@ def answer(handle: Handle) -> list[list[int]]:
 
 
 def texts(core: Core) -> list[Any]:
-    """Prompts that share their beginnings, alone, together, joining, and again."""
+    """Prompts with common prefixes: alone, together, joining, and again."""
     prompts = [
         tiny_families.prompt_of(40) + tiny_families.prompt_of(9 + i, 5 + i) for i in range(4)
     ]
@@ -167,7 +167,7 @@ def texts(core: Core) -> list[Any]:
 
 
 def soak(core: Core, requests: int = 1_000) -> list[Any]:
-    """Many requests in little memory, of which some are cancelled, late, or refused."""
+    """Many requests in little memory; some are cancelled, timed out or refused."""
     draw = random.Random(5)
     shared = [tiny_families.prompt_of(16 * (1 + i), 50 + i) for i in range(6)]
     open_handles: list[Handle] = []
@@ -206,7 +206,7 @@ def soak(core: Core, requests: int = 1_000) -> list[Any]:
 
 
 def wait(core: Core) -> list[Any]:
-    """Answer for as long as it is let."""
+    """Answer until ended."""
     print("ready", flush=True)
     until = time.monotonic() + 60.0
     while time.monotonic() < until:
@@ -229,7 +229,7 @@ SCENARIOS: dict[str, Callable[[Core], list[Any]]] = {
 
 
 def nan_chunk_on_one_rank(core: Core) -> None:
-    """Its third chunk has no number; the others' have."""
+    """The third chunk of one rank is NaN."""
     read, count = core.runner.prefill, iter(range(1_000_000))
 
     def spoilt(*args: Any, **more: Any) -> Any:
@@ -243,12 +243,12 @@ def nan_chunk_on_one_rank(core: Core) -> None:
 
 
 def low_memory_on_one_rank(core: Core) -> None:
-    """Other programs on its machine take what it could have used, all the time."""
+    """Other programs on one rank's machine use its memory."""
     pressure_module.bytes_over = lambda threshold: 4_000
 
 
 def sampler_error_on_one_rank(core: Core) -> None:
-    """Its sampler has a bug."""
+    """The sampler of one rank raises."""
     count = iter(range(1_000_000))
 
     def failing(choose: Any) -> Any:
@@ -263,13 +263,13 @@ def sampler_error_on_one_rank(core: Core) -> None:
 
 
 def no_disk(core: Core) -> None:
-    """It has no block of those that it had."""
+    """One rank has lost its blocks."""
     assert core.tiers is not None
     core.tiers.tiers["disk"].tier.clear().result(SOON)
 
 
 def out_of_memory_on_one_rank(core: Core) -> None:
-    """It runs out of memory in the middle of a layer."""
+    """One rank runs out of memory in the middle of a layer."""
     count = iter(range(1_000_000))
     decode = core.runner.decode
 
@@ -282,7 +282,7 @@ def out_of_memory_on_one_rank(core: Core) -> None:
 
 
 def extra_request_on_one_rank(core: Core) -> None:
-    """It does what nobody has asked for."""
+    """One rank runs a request that the others do not have."""
     ask(core, tiny_families.prompt_of(30))
 
 

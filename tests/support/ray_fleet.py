@@ -1,4 +1,4 @@
-"""`penstock serve --ray` as a process, for tests that have Ray."""
+"""`penstock serve --ray` as a process, for tests with Ray."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def free_port() -> int:
 
 @contextmanager
 def in_ray(*flags: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Run `penstock serve --ray` until left; yield its URL once it says that it is there."""
+    """Run `penstock serve --ray` until left; yield its URL once it is printed."""
     port = free_port()
     command = (
         *(sys.executable, "-m", "penstock", "serve", "--ray", "--port", str(port)),

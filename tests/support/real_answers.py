@@ -1,4 +1,4 @@
-"""Greedy answers on real weights by a plain mlx-lm loop, and how they are compared with ours."""
+"""Greedy answers on real weights by a plain mlx-lm loop, and their comparison with ours."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ CLOSE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer's tokens, and by how much the logit of each led the second."""
+    """An answer's tokens, and the logit lead of each over the second."""
 
     tokens: list[int]
     leads: list[float]
 
 
 def prompts(real: Loaded, prose: Sequence[str]) -> list[list[int]]:
-    """Return 50 conversations about real paragraphs: of 50 to 200 tokens, of up to 700 in `ALL`."""
+    """Return 50 conversations about real paragraphs of 50 to 200 tokens; `ALL` has up to 700."""
     base, step = (400, 40) if ALL else (80, 10)
     conversations = []
     for number in range(COUNT):
@@ -69,13 +69,13 @@ def plain_answer(
 def answers(
     engine: Engine, asked: Sequence[Sequence[int]], count: int = ANSWER_TOKENS
 ) -> list[list[int]]:
-    """Return the tokens of all answers, asked at once."""
+    """Return the tokens of concurrent answers."""
     handles = [engine.submit(Request(prompt=tuple(p), max_tokens=count)) for p in asked]
     return [list(handle.result()[0].tokens) for handle in handles]
 
 
 def differing(ours: Sequence[Sequence[int]], theirs: Sequence[Answer]) -> list[int]:
-    """Return the numbers of answers that differ where a logit's lead does not explain it."""
+    """Return the numbers of answers that differ at a token with a significant logit lead."""
     wrong = []
     for number, (tokens, plain) in enumerate(zip(ours, theirs, strict=True)):
         pairs = enumerate(zip(tokens, plain.tokens, strict=False))
@@ -87,7 +87,7 @@ def differing(ours: Sequence[Sequence[int]], theirs: Sequence[Answer]) -> list[i
 
 
 def unaccounted_bytes(engine: Engine, before: int) -> int:
-    """Return the bytes by which MLX has more than the ledger; `before` is what it had without."""
+    """Return MLX's bytes beyond the ledger; `before` are those without the engine."""
     stats = engine.stats()
     return stats.active_bytes - before - (stats.used_bytes - stats.by_kind["weights"])
 

@@ -1,4 +1,4 @@
-"""A process of its own: load on one replica until there are two, none until there is one again."""
+"""Script: load on one replica until there are two, then idle until none is left, and again one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECONDS = 150.0
 
 
 def replicas() -> int:
-    """Return how many run now."""
+    """Return the number of running replicas."""
     deployments = serve.status().applications[NAME].deployments
     return sum(
         n for state, n in deployments["replica"].replica_states.items() if state == "RUNNING"
@@ -29,7 +29,7 @@ def replicas() -> int:
 
 
 def until(count: int, counts: list[int]) -> None:
-    """Wait until so many run."""
+    """Wait until this number of replicas runs."""
     end = time.monotonic() + SECONDS
     while counts[-1] != count:
         assert time.monotonic() < end, f"{counts} replicas, not {count}"
@@ -40,7 +40,7 @@ def until(count: int, counts: list[int]) -> None:
 
 
 def main(folder: str, port: int) -> None:
-    """Print what was seen as one line of JSON."""
+    """Print the observations as one JSON line."""
     served = Served(
         str(MODEL_PATH),
         "recall",

@@ -1,4 +1,4 @@
-"""How far two ways of computing the same may be apart, from the type and the codec alone.
+"""Tolerances between two ways of computing the same, from dtype and codec alone.
 
 In which order a matrix product adds up is up to the BLAS: to the shapes, the CPU and the number of
 threads. So two products of other shapes differ by roundings, and where numbers are rounded to codes
@@ -18,7 +18,7 @@ LIKELY = 8.0
 
 
 def product_error(a: mx.array, b: mx.array) -> float:
-    """Return by how much two ways to compute `a @ b` in float32 may differ anywhere.
+    """Return the maximum difference of two ways to compute `a @ b` in float32.
 
     Each rounds n times, and the roundings are independent (Higham and Mary 2019); they are never
     more than n.
@@ -51,7 +51,7 @@ def assert_same_codes(found: mx.array, wanted: mx.array, bits: int, group_size: 
 def attention_error(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, power_error: float = 3e-7
 ) -> float:
-    """Return by how much two ways to attend in float32 may differ anywhere.
+    """Return the maximum difference of two ways to attend in float32.
 
     What a score is off by is what its weight is off by, as a share; the weights are divided by
     their sum, which is off by as much. `power_error` is the share that a power may be off by.

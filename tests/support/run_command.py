@@ -1,4 +1,4 @@
-"""The command line, run as a process or in this one."""
+"""The command line, run as a process or in this process."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def call(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> Call:
 
 
 def refused(capsys: Capture, *arguments: str) -> str:
-    """Return the one line a refusal consists of. In this process: mlx-lm loads only once."""
+    """Return the one-line error of a refused command."""
     capsys.readouterr()
     assert main(list(arguments)) == 2
     output, errors = capsys.readouterr()
@@ -70,7 +70,7 @@ def refused(capsys: Capture, *arguments: str) -> str:
 
 
 def open_terminal() -> tuple[int, int]:
-    """Open a pseudo-terminal; skip where the machine has none, as in a bare container."""
+    """Open a pseudo-terminal; skip if the machine has none, as in a bare container."""
     try:
         return pty.openpty()
     except OSError as error:
@@ -78,7 +78,7 @@ def open_terminal() -> tuple[int, int]:
 
 
 def typed(text: str, *arguments: str | Path) -> tuple[int, str]:
-    """Run the script at a terminal, type `text`; return its exit code and what was shown."""
+    """Run the script on a terminal, type `text`; return exit code and output."""
     ours, theirs = open_terminal()
     with subprocess.Popen(
         [SCRIPT, *arguments], stdin=theirs, stdout=theirs, stderr=theirs

@@ -1,4 +1,4 @@
-"""Servers as processes of their own, for tests of more than one."""
+"""Servers as separate processes, for tests of several servers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ START_SECONDS = STOP_SECONDS = SOON
 
 @dataclass
 class Process:
-    """A `penstock serve` that listens."""
+    """A listening `penstock serve` process."""
 
     url: str
     running: subprocess.Popen[str]
@@ -29,20 +29,20 @@ class Process:
         return int(self.url.rpartition(":")[2])
 
     def stop(self) -> None:
-        """Have it drain and end."""
+        """Drain and end the process."""
         if self.running.poll() is None:
             self.running.send_signal(signal.SIGTERM)
             self.running.communicate(timeout=STOP_SECONDS)
 
     def stats(self) -> dict[str, float]:
-        """Return what its engine tells of itself."""
+        """Return the engine's statistics."""
         found: dict[str, float] = httpx.get(f"{self.url}/v1/cache/stats", timeout=SOON).json()
         return found["stats"]  # type: ignore[return-value]
 
 
 @contextmanager
 def serving(*flags: str, port: int = 0) -> Iterator[Process]:
-    """Start `penstock serve` with the embedded model until left; its URL is what it prints."""
+    """Run `penstock serve` with the embedded model until left; the URL is read from its output."""
     running = subprocess.Popen(
         (sys.executable, "-m", "penstock", "serve", "--port", str(port), *flags),
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Real servers for the tests: a model behind uvicorn, on a socket of this machine."""
+"""Real servers for tests: a model behind uvicorn, on a local socket."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODEL_NAME = "recall"
 
 @dataclass(frozen=True)
 class Running:
-    """A server that listens."""
+    """A listening server."""
 
     url: str
     service: Service
@@ -35,8 +35,8 @@ class Running:
 
 @contextmanager
 def serve_in_thread(service: Service) -> Iterator[Running]:
-    """Serve on a free port, in a thread with an event loop of its own, until left."""
-    server = Server(service)
+    """Serve on a free port in a thread with its own event loop until left."""
+    server = Server(service, app.create_app(service))
     thread = threading.Thread(target=server.run, name="test-server", daemon=True)
     thread.start()
     try:
@@ -96,7 +96,7 @@ def recall_server() -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def told() -> Dialogue:
-    """A conversation with facts, whose questions the embedded model answers."""
+    """A dialogue with facts whose questions the embedded model answers."""
     return dialogue(7, tokens=600, facts=4)
 
 

@@ -25,7 +25,7 @@ BASE = {
 
 
 def build(config: dict[str, Any]) -> Any:
-    """Make the random model that mlx-lm makes of a config; A_log stays float32, as in files."""
+    """Return the random model that mlx-lm builds from a config; A_log stays float32."""
     dtype = getattr(mx, config["torch_dtype"])
     model_type = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
     module = importlib.import_module(f"mlx_lm.models.{model_type}")

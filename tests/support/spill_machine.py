@@ -1,4 +1,4 @@
-"""The engine's machine with a disk, on which keys and values lie that sequences still read."""
+"""The engine's state machine with spilled KV of running sequences."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ROOM = 4
 
 
 class SpillMachine(ColdMachine):
-    """An engine whose settings are drawn, most of which let old keys and values leave memory."""
+    """An engine with drawn settings, most of which spill old KV."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class SpillMachine(ColdMachine):
         self.patch.setattr(ColdBlocks, "hold", self.comparing_held(ColdBlocks.hold))
 
     def noting(self, spilled: Callable[..., Coded]) -> Callable[..., Coded]:
-        """Remember what leaves memory."""
+        """Record what is spilled."""
 
         def notes(codec: Spilled, x: mx.array, places: Numbers) -> Coded:
             coded = spilled(codec, x, places)
@@ -62,7 +62,7 @@ class SpillMachine(ColdMachine):
         return notes
 
     def comparing(self, fetch: Fetch) -> Fetch:
-        """See that what is read is what has left memory."""
+        """Check that restored blocks equal the spilled ones."""
 
         def compares(blocks: BlockReader, wanted: Sequence[BlockList]) -> list[RawBlocks]:
             raw = fetch(blocks, wanted)
@@ -73,7 +73,7 @@ class SpillMachine(ColdMachine):
         return compares
 
     def comparing_held(self, hold: Hold) -> Hold:
-        """See that what lies in the cache is what has left memory."""
+        """Check that cached blocks equal the spilled ones."""
 
         def compares(blocks: ColdBlocks, wanted: Sequence[BlockPairs]) -> HeldPairs:
             held = hold(blocks, wanted)
@@ -88,7 +88,7 @@ class SpillMachine(ColdMachine):
         return compares
 
     def compare(self, of: BlockList, rows: RawBlocks) -> None:
-        """See that blocks that were read are those that have left memory."""
+        """Compare restored blocks with the spilled ones."""
         lists = (of.heads.tolist(), of.places.tolist(), of.checksums.tolist())
         for row, block in zip(rows, zip(*lists, strict=True), strict=True):
             left = self.left[of.layer, of.side, *block]
@@ -100,13 +100,13 @@ class SpillMachine(ColdMachine):
 
     @property
     def gone(self) -> int:
-        """Nodes of blocks that the disk has lost leave the tree, too."""
+        """Number of evicted nodes, and of blocks that the disk lost."""
         spilling = self.spilling
         return super().gone + (0 if spilling is None else spilling.blocks.counts.lost_blocks)
 
     @property
     def fixed(self) -> int:
-        """Bytes that are always held, and those of the places, which are looked through rarely."""
+        """Bytes that are always reserved, including spill locations."""
         spilling = self.spilling
         places = 0 if spilling is None else RECORD_BYTES * spilling.blocks.records
         return self.opened_bytes + places
@@ -117,7 +117,7 @@ class SpillMachine(ColdMachine):
         wishes=st.lists(wishes, min_size=2, max_size=4),
     )
     def begin(self, kind: Kind, room: int | None, wishes: list[Wish]) -> None:
-        """Open the engine, and begin with some who run."""
+        """Open the engine, and start some requests."""
         self.start(kind, room, wishes)
 
     @rule(room=st.sampled_from([*ROOMS, None]))
@@ -131,7 +131,7 @@ class SpillMachine(ColdMachine):
         times=st.integers(1, 6),
     )
     def lose(self, chosen: list[int], how: str, seed: int, times: int) -> None:
-        """Damage what is read, of which nothing is in memory, and go on."""
+        """Damage spilled blocks that are not cached in memory, and continue."""
         if self.spilling is not None:
             self.spilling.blocks.forget_cached()
         for pick in chosen:
@@ -158,7 +158,7 @@ class SpillMachine(ColdMachine):
             assert numbers <= set(blocks._keys), "blocks without a place"
 
     def close_core(self) -> None:
-        """Everything is given back, the places too."""
+        """Close the core and check that all bytes and locations are released."""
         evict_all(self.core)
         if self.spilling is not None:
             self.spilling.blocks.retain(())

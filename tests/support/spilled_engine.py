@@ -1,4 +1,4 @@
-"""An engine of which old keys and values leave memory for a folder on a disk."""
+"""An engine that spills old KV from memory to a folder."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def spilling_of(core: Core) -> Spilling:
 
 @functools.cache
 def single_layer() -> Any:
-    """Return a random float32 llama of one layer and one head, whose texts depend on the past."""
+    """Return a random float32 llama of one layer and one head whose text depends on the past."""
     config = {"model_type": "llama", "vocab_size": VOCABULARY_TOKENS, "torch_dtype": "float32"}
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
     mx.random.seed(3)
@@ -61,12 +61,12 @@ def single_layer() -> Any:
 
 
 def others_bytes(model: Any) -> int:
-    """Return what MLX holds beside a model's weights, before there is an engine."""
+    """Return MLX's bytes besides a model's weights, before an engine exists."""
     return int(mx.get_active_memory()) - weight_bytes(model)
 
 
 def check_peak(core: Core, others: int) -> None:
-    """See that what MLX took since the last look fits into the limit, with what is not MLX's."""
+    """Check that MLX's peak since the last check, plus bytes outside MLX, fits the limit."""
     room = spilling_of(core).blocks.cache_bytes + core.ledger.by_class()[Kind.INDEX]
     taken = mx.get_peak_memory() - others + room
     assert taken <= core.ledger.limit_bytes, f"{taken} bytes of {core.ledger.limit_bytes}"

@@ -1,4 +1,4 @@
-"""A small server that speaks OpenAI's chat completions, for tests of clients: real HTTP, no model.
+"""A small HTTP server with OpenAI's chat completions and no model, for client tests.
 
 It answers with the numbers of the conversation's messages, and does wrong on demand.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass
 class StandIn:
-    """What it does, and what it was asked."""
+    """Its behavior, and the requests it received."""
 
     key: str | None = None
     fault: str | None = None
@@ -26,7 +26,7 @@ class StandIn:
 
     @property
     def said(self) -> list[list[str]]:
-        """The contents of each request's messages."""
+        """The message contents of each request."""
         return [[message["content"] for message in body["messages"]] for body in self.bodies]
 
 

@@ -1,4 +1,4 @@
-"""Agents that share a system prompt and talk at the same time, as a client sees them."""
+"""Agents that share a system prompt and chat concurrently, as HTTP clients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SYSTEM = "You keep codes and tell them when you are asked. " * 20
 
 @dataclass(frozen=True)
 class Talked:
-    """What all sessions took."""
+    """Totals of all sessions."""
 
     prompt_tokens: int
     hit_tokens: int
@@ -29,7 +29,7 @@ class Talked:
 
 
 def talk(url: str, sessions: int = SESSIONS, turns: int = TURNS) -> Talked:
-    """Have every agent send its conversation so far with each turn, all agents at once."""
+    """Let every agent send its conversation so far each turn, all agents concurrently."""
     with ThreadPoolExecutor(sessions) as pool:
         found = list(pool.map(lambda number: session(url, number, turns), range(sessions)))
     return Talked(

@@ -1,4 +1,4 @@
-"""A segment for tests of the prefix tree: text in the place of arrays."""
+"""A segment for tests of the prefix tree: text in place of arrays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 
 @dataclass(eq=False)
 class Text:
-    """A segment that holds its tokens themselves, so that none can be mixed up."""
+    """A segment that holds its tokens, so that mix-ups are visible."""
 
     content: tuple[int, ...]
     token_bytes: ClassVar[int] = 100

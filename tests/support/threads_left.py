@@ -1,4 +1,4 @@
-"""No thread outlives the file of tests that started it, and none keeps pytest from ending.
+"""No thread outlives the test file that started it, and none keeps pytest from exiting.
 
 A test that fails may leave an engine that is still running, or a thread that waits for one. Python
 waits at its end for every thread that is not a daemon, so that a run with all its results would
@@ -21,7 +21,7 @@ GRACE_SECONDS = 10.0
 
 
 def open_threads() -> set[threading.Thread]:
-    """Return the threads that Python waits for at its end, and those of engines; but this one."""
+    """Return the other threads that Python joins at exit, and those of engines."""
     return {
         thread
         for thread in threading.enumerate()
@@ -32,7 +32,7 @@ def open_threads() -> set[threading.Thread]:
 
 
 def end(threads: set[threading.Thread], seconds: float) -> set[threading.Thread]:
-    """Close the engines among them, and return what still runs so many seconds later."""
+    """Close the engines among the threads, and return those still running after some seconds."""
     for thread in threads:
         owner = getattr(getattr(thread, "_target", None), "__self__", None)
         close = getattr(owner, "close", None)
@@ -45,7 +45,7 @@ def end(threads: set[threading.Thread], seconds: float) -> set[threading.Thread]
 
 
 def described(threads: set[threading.Thread]) -> str:
-    """Return names and places of threads, for a message."""
+    """Return names and stack positions of threads, for a message."""
     frames = sys._current_frames()
     lines = []
     for thread in sorted(threads, key=lambda thread: thread.name):
@@ -57,7 +57,7 @@ def described(threads: set[threading.Thread]) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_thread_left() -> Iterator[None]:
-    """Fail a file whose tests leave threads behind, and close the engines that they left open."""
+    """Fail a file whose tests leave threads, and close the engines they left open."""
     before = open_threads()
     yield
     left = open_threads() - before
@@ -73,7 +73,7 @@ def no_thread_left() -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the process without the threads that are still running; Python would wait for them."""
+    """Exit without joining the threads that are still running."""
     session = config.stash.get(SESSION, None)
     if session is None:
         return
@@ -90,6 +90,6 @@ BEFORE = pytest.StashKey[set[threading.Thread]]()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Note the threads of pytest itself and of its plugins."""
+    """Record the threads of pytest and its plugins."""
     session.config.stash[SESSION] = session
     session.config.stash[BEFORE] = open_threads()

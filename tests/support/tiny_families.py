@@ -1,4 +1,4 @@
-"""Tiny random models of every architecture of mlx-lm, made from its own argument classes.
+"""Tiny random models of every architecture of mlx-lm, built from its own argument classes.
 
 A model's arguments come from the fields of its `ModelArgs`: rules read a field's name, and take
 the first pattern that fits. So a family that a later mlx-lm adds mostly works by itself, and
@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ class Unbuildable(Exception):
 
 @functools.cache
 def families() -> list[str]:
-    """Return the modules of mlx-lm that have both a model and its arguments, by name.
+    """Return the modules of mlx-lm that have a model and its arguments, by name.
 
     Their text is read, not imported: one of them ends the process where it misses a package.
     """
@@ -76,7 +76,7 @@ DEFAULT = object()
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a value is asked for: the family, and the class of arguments that has the field."""
+    """The family, and the argument class of a field."""
 
     family: str
     args: type
@@ -89,14 +89,14 @@ class Place:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The family and the modules of the arguments, as the exceptions name them."""
+        """The family and its argument modules, as in the exceptions."""
         written = [base.__module__ for base in self.args.__mro__]
         prefix = self.package + "."
         return (self.family, *(m.removeprefix(prefix) for m in written if m.startswith(prefix)))
 
     @property
     def source(self) -> str:
-        """The text of the modules that the arguments and the model are written in."""
+        """The source of the modules of the arguments and the model."""
         classes = (*self.args.__mro__, *self.model.__mro__)
         modules = {base.__module__: None for base in classes}
         written = [sys.modules[name] for name in modules if name.startswith(self.package)]
@@ -104,7 +104,7 @@ class Place:
 
 
 class Asked(dict[str, Any]):
-    """A section of a config of which no class says what is in it: whatever is asked for."""
+    """A config section without a class: any requested key exists."""
 
     def __init__(self, place: Place) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def _alternating(*values: Any) -> list[Any]:
 
 
 def _layer_types(place: Place) -> Any:
-    """Alternate between the kinds of layers that the family's source tells apart."""
+    """Alternate between the layer kinds mentioned in the family's source."""
     source = place.source
     kinds = ["conv_mixer", "recurrent", "mamba", "linear_attention", "sliding_attention"]
     found = [kind for kind in kinds if f'"{kind}"' in source]
@@ -137,7 +137,7 @@ def _mlp_layer_types(place: Place) -> Any:
 
 
 def _rope_parameters(place: Place) -> Any:
-    """Return those of all layers, and again by kind of layer, as newer configs have them."""
+    """Return RoPE parameters for all layers, and per layer kind, as newer configs have."""
     common = {
         "rope_theta": 10000.0,
         "rope_type": "default",
@@ -153,7 +153,7 @@ def _text_config(place: Place) -> dict[str, Any]:
 
 
 def _text_args(family: str) -> type:
-    """Return the arguments of the language model inside a model for more than text."""
+    """Return the arguments of the language model in a multimodal model."""
     for base in _module(family).Model.__mro__:
         scope = vars(sys.modules[base.__module__])
         for name, found in scope.items():
@@ -308,7 +308,7 @@ EXCEPTIONS: dict[tuple[str, str], Any] = {
 
 
 def _value(place: Place, name: str, annotation: Any) -> Any:
-    """Return what a field is to be; `DEFAULT` if nothing says it."""
+    """Return the value of a field; `DEFAULT` if there is no rule."""
     for module in place.modules:
         if (module, name) in place.exceptions:
             return place.exceptions[module, name]
@@ -323,7 +323,7 @@ def _value(place: Place, name: str, annotation: Any) -> Any:
 
 
 def values(place: Place) -> dict[str, Any]:
-    """Return the arguments of a class, those left out that keep their defaults."""
+    """Return the arguments of a class without those that keep their defaults."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(place.args):
         value = _value(place, field.name, field.type)
@@ -335,7 +335,7 @@ def values(place: Place) -> dict[str, Any]:
 
 
 def _by_type(place: Place, field: dataclasses.Field[Any]) -> Any:
-    """Return something harmless for a field without a rule or a default."""
+    """Return a harmless value for a field without rule or default."""
     if field.name == "model_type":
         return place.family
     harmless = {"bool": False, "float": 1.0, "str": "silu", "Any": None}
@@ -368,17 +368,23 @@ LOUD = 2.0
 
 
 def arguments_of(name: str, window: int = WINDOW) -> dict[str, Any]:
-    """Return what a family's `ModelArgs` is made from."""
+    """Return the arguments of a family's `ModelArgs`."""
     module = _module(name)
     return values(Place(name, module.ModelArgs, module.Model, window))
 
 
-def build(name: str, *, window: int = WINDOW) -> Any:
-    """Return a tiny random model of a family: float32, evaluated, always the same.
+def build(
+    name: str,
+    *,
+    window: int = WINDOW,
+    derived: Callable[[type[Any]], type[Any]] = lambda model_class: model_class,
+) -> Any:
+    """Return a reproducible tiny random float32 model of a family.
 
     Args:
         name: the family.
         window: tokens that its sliding windows, or chunks of attention, are long.
+        derived: returns the class to build for the family's.
 
     Raises:
         Unbuildable: it cannot be made here, or cannot run here.
@@ -392,7 +398,7 @@ def build(name: str, *, window: int = WINDOW) -> Any:
     # A boundary: what a family does with arguments that do not suit it, or with a device that
     # does not have its kernels, is its own affair.
     try:
-        model = module.Model(module.ModelArgs(**arguments))
+        model = derived(module.Model)(module.ModelArgs(**arguments))
         silence_few(model)
         randomize(model)
         model.eval()
@@ -418,7 +424,7 @@ def silence_few(model: Any) -> None:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run what mlx-lm compiles as it is written.
+    """Run functions that mlx-lm compiles without compiling them.
 
     On a CPU that has not done it before, compiling takes far longer than all these models: about
     20 s of processor time for one step of each family.
@@ -432,7 +438,7 @@ def uncompiled() -> Iterator[None]:
 
 
 def randomize(model: nn.Module) -> None:
-    """Draw all weights again, since many are made as zeros, in float32."""
+    """Draw all weights again in float32, since many are initialized to zero."""
     embeddings = {path for path, part in model.named_modules() if isinstance(part, nn.Embedding)}
 
     def draw(path: str, weights: mx.array) -> mx.array:
@@ -495,7 +501,7 @@ def plain_greedy(
 
 
 def anew_greedy(model: Any, prompt: Sequence[int], count: int) -> tuple[list[int], mx.array]:
-    """Generate greedily, reading the whole text at once for each token; see `plain_greedy`."""
+    """Generate greedily, prefilling the whole text for each token; see `plain_greedy`."""
     tokens, found = list(prompt), []
     module = sys.modules[type(getattr(model, "language_model", model)).__module__]
     stepped = getattr(module, "DECODE_BLOCK_SIZE", None)

@@ -1,4 +1,4 @@
-"""Families of models that read images, as small as their classes take them."""
+"""Families of image models, as small as their classes allow."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ TILES = tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in r
 
 
 def tiled(name: str) -> ImageFamily:
-    """Return Idefics 3 or SmolVLM, whose images are cut into tiles, with one of the whole."""
+    """Return Idefics 3 or SmolVLM, whose images are split into tiles and a thumbnail."""
     return ImageFamily(
         ("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", *TILES),
         {
@@ -268,7 +268,7 @@ TILED_FAMILIES = {
 
 
 def rows(merged: Fields) -> ImageFamily:
-    """Return Pixtral or Mistral 3, whose images are rows of patches with a token behind each."""
+    """Return Pixtral or Mistral 3, whose images are rows of patches with a separator token."""
     return ImageFamily(
         ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
         {

@@ -1,4 +1,4 @@
-"""Folders of tiny random models that read images, made from mlx-vlm's own config classes.
+"""Folders of tiny random image models, made from mlx-vlm's own config classes.
 
 The tokenizer is the embedded model's, with the marks of the family.
 """
@@ -103,7 +103,7 @@ def _write_weights(folder: Path, seed: int) -> None:
 
 
 def picture(seed: int, width: int = 84, height: int = 56, form: str = "PNG") -> bytes:
-    """Return a random image's file."""
+    """Return a random image file."""
     pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), np.uint8)
     file = BytesIO()
     Image.fromarray(pixels).save(file, form)
@@ -112,7 +112,7 @@ def picture(seed: int, width: int = 84, height: int = 56, form: str = "PNG") -> 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A family as mlx-vlm runs it, and as penstock has loaded it."""
+    """A family as run by mlx-vlm, and as loaded by penstock."""
 
     family: ImageFamily
     theirs: Any
@@ -172,7 +172,7 @@ WORDS = ("heron", "river", "tide", "looked", "at", "the", "left", "there", ".")
 
 
 def prompts(count: int, seed: int = 3) -> list[tuple[str, list[bytes]]]:
-    """Return prompts with 0 to 3 images of several sizes, some of them seen before."""
+    """Return prompts with 0 to 3 images of several sizes, some of them repeated."""
     draw, made = random.Random(seed), []
     for number in range(count):
         files = []

@@ -1,4 +1,4 @@
-"""Tiny random language models of mlx-vlm, made from its own config classes as `tiny_families`."""
+"""Tiny random language models of mlx-vlm, built as in `tiny_families`."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _folder() -> Path:
 
 
 def _speaks(init: Path) -> bool:
-    """Return whether a package has a language model, its own or another's; texts are read."""
+    """Return whether a package has a language model, from its source."""
     if init.parent.name in OTHERS:
         return False
     texts = [file.read_text() for file in init.parent.glob("*.py")]
@@ -155,7 +155,7 @@ def _parameters(language_model: type) -> list[tuple[str, Any]]:
 
 
 def arguments_of(name: str, window: int = WINDOW) -> tuple[Any, list[Any]]:
-    """Return the class of a family's language model, and what it is made from."""
+    """Return the class of a family's language model, and its arguments."""
     package, language_model = _language_model(name)
     (_, args), *others = _parameters(language_model)
     if not dataclasses.is_dataclass(args):
@@ -172,7 +172,7 @@ def arguments_of(name: str, window: int = WINDOW) -> tuple[Any, list[Any]]:
 
 
 def _whole_config(whole: Any, name: str, fields: dict[str, Any], text: Any) -> Any:
-    """Return a config with these arguments for text, and anything for all else."""
+    """Return a config with these text arguments and placeholder values elsewhere."""
     hints = typing.get_type_hints(whole)
     sections = {"text_config": fields}
     for section in ("vision_config", "audio_config"):
@@ -188,7 +188,7 @@ def _whole_config(whole: Any, name: str, fields: dict[str, Any], text: Any) -> A
 
 
 def _anything(kind: type) -> dict[str, Any]:
-    """Return a value for each field without a default."""
+    """Return a placeholder value for each field without a default."""
     values = {"int": 1, "float": 1.0, "str": "", "bool": False}
     return {
         field.name: values.get(getattr(field.type, "__name__", str(field.type)))

@@ -36,7 +36,7 @@ prompts = st.builds(
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """The tree beside the reference; `check()` after every step."""
+    """The tree and the reference; `check()` after every step."""
 
     make: ClassVar[type[PrefixTree]] = PrefixTree
     policy: ClassVar[type[HalfLife]] = HalfLife
@@ -59,7 +59,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(prompt=prompts)
     def look(self, prompt: Prefix) -> None:
-        """Ask, and see that asking changes nothing."""
+        """Match prompts, and check that matching changes nothing."""
         before = table(self.tree)
         match = self.tree.match(hash_blocks(prompt, BLOCK, ROOT))
         assert match.tokens == self.reference.known(prompt)
@@ -71,7 +71,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(prompt=prompts, chunk=st.integers(1, 4), stay=st.booleans())
     def read(self, prompt: Prefix, chunk: int, stay: bool) -> None:
-        """Pin what is known of a prompt and commit the rest in chunks, as prefill does."""
+        """Pin the cached part of a prompt and commit the rest in chunks, as prefill does."""
         pin, at = self._pin(prompt)
         whole = len(prompt) - len(prompt) % BLOCK
         while at < whole:
@@ -92,7 +92,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(prompt=prompts)
     def resume(self, prompt: Prefix) -> None:
-        """Pin what is known of a prompt, and go no further."""
+        """Pin the cached part of a prompt only."""
         self.held.append(self._pin(prompt)[0])
 
     def _pin(self, prompt: Prefix) -> tuple[Pin[Text], int]:
@@ -108,7 +108,7 @@ class TreeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data(), stay=st.booleans())
     def leave(self, data: st.DataObject, stay: bool) -> None:
-        """Stop reading a path, or the end of it."""
+        """Release a pin, or the end of its path."""
         at = data.draw(st.integers(0, len(self.held) - 1))
         if stay:
             self._follow(at, data)
@@ -117,7 +117,7 @@ class TreeMachine(RuleBasedStateMachine):
             self.reference.pins.pop(at)
 
     def _follow(self, at: int, data: st.DataObject) -> None:
-        """Let go of the end of a path, and read on in what somebody else has committed."""
+        """Release the end of a path, and continue in nodes committed by others."""
         end = data.draw(st.sampled_from([(), *self.reference.path(self.reference.pins[at])]))
         self.held[at].withdraw(self.node(end) if end else None)
         for child in sorted(self.reference.children(end))[:1]:
@@ -153,12 +153,12 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(times=st.integers(1, 4))
     def evict(self, times: int) -> None:
-        """Make room."""
+        """Evict nodes."""
         for _ in range(times):
             self._evict()
 
     def _evict(self) -> None:
-        """Evict what is worth least, and see that its segment is gone from memory."""
+        """Evict the least valuable node, and check that its segment is freed."""
         victim = self.tree.victim()
         candidates = self.reference.evictable()
         assert (victim is None) == (not candidates)
@@ -194,7 +194,7 @@ class TreeMachine(RuleBasedStateMachine):
             assert tuple(t for node in pin.path for t in node.segment.content) == end
 
     def teardown(self) -> None:
-        """Everything can be given back, to the byte."""
+        """Release everything and check that all bytes are freed."""
         while self.held:
             self.held.pop().release()
             self.reference.pins.pop()

@@ -1,4 +1,4 @@
-"""What a prefix tree must say, from a dict of prefixes and no cleverness."""
+"""A prefix-tree reference built on a dict of prefixes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Prefix = tuple[int, ...]
 
 @dataclass
 class Run:
-    """A node: it ends where its name in `Reference.runs` does."""
+    """A node that ends at its key in `Reference.runs`."""
 
     start: int
     uses: float
@@ -35,7 +35,7 @@ class Run:
 
 @dataclass
 class Reference:
-    """Runs by the whole prompt up to their end, pins by the same."""
+    """Nodes and pins by the prompt up to their end."""
 
     runs: dict[Prefix, Run] = field(default_factory=dict)
     pins: list[Prefix] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Reference:
     idle: float | None = None
 
     def known(self, prompt: Prefix) -> int:
-        """How many tokens of the prompt's whole blocks are the beginning of some run."""
+        """Return the number of tokens in the longest cached prefix of whole blocks."""
         whole = len(prompt) - len(prompt) % BLOCK
         for count in range(whole, 0, -BLOCK):
             if any(end[:count] == prompt[:count] for end in self.runs):
@@ -128,7 +128,7 @@ class Reference:
 
 
 def table(tree: PrefixTree[Text]) -> dict[Prefix, tuple[int, int, int, float, Prefix]]:
-    """Spell out every node of a tree: end -> start, pins, hits, last use, what is held."""
+    """Return every node of a tree: end -> start, pins, hits, last use, hold."""
     return {
         tuple(t for each in node.path() for t in each.tokens.tolist()): (
             node.start,
@@ -142,7 +142,7 @@ def table(tree: PrefixTree[Text]) -> dict[Prefix, tuple[int, int, int, float, Pr
 
 
 def wanted(reference: Reference) -> dict[Prefix, tuple[int, int, int, float, Prefix]]:
-    """Spell out the same of the reference."""
+    """Return the same table of the reference."""
     return {
         end: (run.start, reference.pinned(end), run.hits, run.last_used, end[run.start :])
         for end, run in reference.runs.items()

@@ -1,4 +1,4 @@
-"""Leave whole blocks alone in a tree, for tests that count them."""
+"""Drop partial blocks from a tree, for tests that count whole blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock.engine.core import Core
 
 
 def drop_partial_blocks(core: Core) -> None:
-    """Drop the ends of sequences, so that whole blocks alone are left."""
+    """Drop partial blocks, so that only whole blocks are left."""
     for node in cached_nodes(core):
         if node.partial:
             node.hits = 0

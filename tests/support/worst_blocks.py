@@ -1,4 +1,4 @@
-"""Negative control of a choice: steps that read the blocks wanted least."""
+"""Negative control of block selection: steps that read the worst blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.attention.selection.selected_reads import ChoiceReader
 
 
 def choose_worst_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let MLX's operations choose, and turn their order round."""
+    """Select by MLX's operations in reversed order."""
     lacks = block_choice._lacks
     monkeypatch.setattr(block_choice, "_lacks", lambda scores: -lacks(scores))
     device = type(devices.current())

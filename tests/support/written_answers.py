@@ -1,4 +1,4 @@
-"""Answers as families of models write them: what they say, and how it reads."""
+"""Answers in the formats of model families: contents and rendered text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Call = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Written:
-    """An answer, and what it is made of."""
+    """An answer, and its parts."""
 
     text: str
     reasoning: str
@@ -57,7 +57,7 @@ def json_type(value: Any) -> str:
 
 
 def gemma(value: Any, quote: str = '<|"|>') -> str:
-    """Return a value as Gemma 4 writes it, or FunctionGemma with marks of its own."""
+    """Return a value in Gemma 4's notation, or FunctionGemma's with its own markers."""
     if isinstance(value, dict):
         return f"{{{','.join(f'{key}:{gemma(one, quote)}' for key, one in value.items())}}}"
     if isinstance(value, list):
@@ -70,7 +70,7 @@ def python(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def xml(head: str, argument: str, tail: str) -> Any:
-    """Return a writer of calls with a tag for each argument, whose values are texts."""
+    """Return a writer of calls with a tag per argument and text values."""
     return joined(
         lambda name, arguments: "".join(
             (
@@ -228,7 +228,7 @@ TEXTS_ONLY = frozenset(MLX_LM) - {
 
 
 def written_call(family: str, arguments: dict[str, Any], name: str = "look_up") -> str:
-    """Write a call as the chat template of a family does, with values of any type."""
+    """Render a call in a family's format, with values of any type."""
     if family == "harmony":
         head = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
         return head + dumped(arguments)
@@ -250,7 +250,7 @@ def written_call(family: str, arguments: dict[str, Any], name: str = "look_up") 
 
 
 def form_of(family: str) -> AnswerFormat:
-    """Return the format that reads a family's answers."""
+    """Return the answer format of a family."""
     marks = ReasoningMarks("<think>", "</think>")
     if family == "harmony":
         return AnswerFormat(HARMONY, HARMONY)
@@ -261,7 +261,7 @@ def form_of(family: str) -> AnswerFormat:
 
 
 def written(family: str, random: Random) -> Written:
-    """Write an answer: perhaps reasoning, perhaps text, perhaps calls."""
+    """Render an answer with optional reasoning, text and calls."""
     reasoning = random.choice(("", "Hm, é.", "a < b\n<tool"))
     calls = [_call(family, random) for _ in range(random.choice((0, 1, 1, 2)))]
     bare = family in ("llama", "llama, python") and calls

@@ -117,7 +117,7 @@ def test_export_skips_damaged_blocks_and_never_overwrites(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_children_may_precede_parents(tmp_path: Path, kind: int) -> None:
+def test_child_blocks_may_precede_parents(tmp_path: Path, kind: int) -> None:
     records = chain(5)
     members = [block(record) for record in reversed(records)]
     for info, _ in members:
@@ -186,7 +186,7 @@ def test_hostile_tar_writes_only_valid_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1 << 62, -512, (1 << 30) + 1])
-def test_absurd_sizes_are_refused(tmp_path: Path, size: int) -> None:
+def test_extreme_sizes_are_refused(tmp_path: Path, size: int) -> None:
     folder = fill(tmp_path / "cache", chain(1))
     good, lie = block(chain(1, seed=1)[0]), block(chain(1, seed=2)[0])
     tar = pack(tmp_path / "x.tar", good)
@@ -202,7 +202,7 @@ def test_absurd_sizes_are_refused(tmp_path: Path, size: int) -> None:
     if size == (1 << 30) + 1:
         assert done.refused == {"size": 1}
     else:
-        assert "does not end in it" in str(done.broken)
+        assert "is truncated" in str(done.broken)
 
 
 @pytest.mark.parametrize("cut", [100, 512, 700, 512 + FILE_BYTES + 700])
@@ -211,7 +211,7 @@ def test_truncated_tar_imports_whole_blocks(tmp_path: Path, cut: int) -> None:
     pack(tar, *(block(record) for record in chain(4)))
     tar.write_bytes(tar.read_bytes()[:cut])
     if cut < FILE_BYTES:
-        with pytest.raises(CacheFileError, match=r"x\.tar is no session"):
+        with pytest.raises(CacheFileError, match=r"x\.tar is not a session file"):
             imported(folder, tar)
         return
     done = imported(folder, tar)
@@ -223,7 +223,7 @@ def test_truncated_tar_imports_whole_blocks(tmp_path: Path, cut: int) -> None:
 def test_invalid_tar_is_refused(tmp_path: Path, content: bytes) -> None:
     folder, tar = fill(tmp_path / "cache", chain(1)), tmp_path / "x.tar"
     tar.write_bytes(content)
-    with pytest.raises(CacheFileError, match=r"x\.tar is no session"):
+    with pytest.raises(CacheFileError, match=r"x\.tar is not a session file"):
         imported(folder, tar)
 
 

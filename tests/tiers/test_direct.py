@@ -23,7 +23,9 @@ def numbers(nbytes: int, seed: int = 0) -> bytes:
 
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("is_direct", [True, False])
-def test_file_has_bytes_and_private_mode(nbytes: int, is_direct: bool, tmp_path: Path) -> None:
+def test_written_file_has_bytes_and_private_mode(
+    nbytes: int, is_direct: bool, tmp_path: Path
+) -> None:
     writer, path = Writer(), tmp_path / "file"
     writer._direct = writer._direct and is_direct
     writer.write(path, numbers(nbytes))
@@ -31,7 +33,7 @@ def test_file_has_bytes_and_private_mode(nbytes: int, is_direct: bool, tmp_path:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_one_writer_writes_files_of_all_sizes(tmp_path: Path) -> None:
+def test_writer_can_be_reused_for_files_of_all_sizes(tmp_path: Path) -> None:
     """Its buffer holds earlier contents."""
     writer = Writer()
     for number, nbytes in enumerate([*reversed(SIZES), *SIZES]):
@@ -41,7 +43,7 @@ def test_one_writer_writes_files_of_all_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_direct", [True, False])
-def test_file_is_complete_when_it_is_synced(
+def test_file_has_final_size_when_synced(
     is_direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[int] = []
@@ -62,7 +64,7 @@ def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not direct.DIRECT, reason="the system keeps all files in its pages")
 @pytest.mark.parametrize("refuses", ["open", "write"])
-def test_unsupported_file_system_gets_plain_files(
+def test_buffered_writes_are_used_if_direct_io_is_unsupported(
     refuses: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in some memory and network file systems, on open or on write."""

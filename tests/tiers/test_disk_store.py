@@ -41,7 +41,7 @@ NUMBERS = 1_000
 
 
 def chain(blocks: int, seed: int = 0) -> list[Record]:
-    """Return the blocks of a prompt, each with numbers of its own."""
+    """Return the blocks of a prompt with random values."""
     tokens = np.random.default_rng(seed).integers(0, 1_000, blocks * BLOCK)
     block_hashes = hash_blocks(tokens, BLOCK, ROOT)
     parents = [ROOT, *block_hashes]
@@ -61,7 +61,7 @@ FILE_BYTES = len(encode(chain(1)[0], FINGERPRINT))
 
 @contextmanager
 def opened(folder: Path, blocks: int = 100, **more: Any) -> Iterator[SSDStore]:
-    """Open a store with room for so many blocks."""
+    """Open a store with room for this number of blocks."""
     limit = INDEX_BYTES + blocks * FILE_BYTES
     store = SSDStore(folder, limit, **{"fingerprint": FINGERPRINT, "floor_bytes": 0, **more})
     try:
@@ -104,7 +104,7 @@ def test_blocks_survive_restart(tmp_path: Path) -> None:
         assert store.nbytes == sum(path.stat().st_size for path in files(tmp_path))
 
 
-def test_chain_is_held_up_to_first_gap(tmp_path: Path) -> None:
+def test_held_blocks_end_at_first_gap(tmp_path: Path) -> None:
     records = chain(1_200)
     with opened(tmp_path, blocks=2_000) as store:
         write(store, records)
@@ -167,7 +167,7 @@ def test_folder_is_private(tmp_path: Path) -> None:
 # ---- the limit
 
 
-def test_lru_block_is_evicted_first_also_after_restart(tmp_path: Path) -> None:
+def test_eviction_order_is_lru_across_restart(tmp_path: Path) -> None:
     first, second, third = (chain(2, seed=i) for i in range(3))
     with opened(tmp_path, blocks=4) as store:
         write(store, first), write(store, second)
@@ -177,7 +177,7 @@ def test_lru_block_is_evicted_first_also_after_restart(tmp_path: Path) -> None:
         assert [store.held(keys_of(one)) for one in (first, second, third)] == [2, 0, 2]
 
 
-def test_rewritten_block_is_recent_without_hit(tmp_path: Path) -> None:
+def test_rewriting_block_makes_it_recent_without_hit(tmp_path: Path) -> None:
     first, second, third = (chain(2, seed=i) for i in range(3))
     with opened(tmp_path, blocks=4) as store:
         write(store, first), write(store, second), write(store, first)
@@ -278,7 +278,7 @@ def test_reason_for_not_writing_is_reported(tmp_path: Path) -> None:
 
 
 def told(seed: int, blocks: int) -> list[Record]:
-    """Return a chain of records that hold their tokens, two blocks each."""
+    """Return a chain of records with their tokens, two blocks each."""
     tokens = np.random.default_rng(seed).integers(0, 1_000, blocks * BLOCK).astype(np.uint32)
     keys = [ROOT, *hash_blocks(tokens, BLOCK, ROOT)]
     return [
@@ -300,7 +300,7 @@ def blocks_of(records: list[Record]) -> list[bytes]:
     return hash_blocks(tokens, BLOCK, ROOT)
 
 
-def test_chains_are_whole_and_most_recent_first(tmp_path: Path) -> None:
+def test_chains_are_complete_and_ordered_by_recency(tmp_path: Path) -> None:
     first, second = told(1, 4), told(2, 6)
     with opened(tmp_path) as other_model:
         other_model.fingerprint = "another model"
@@ -323,7 +323,7 @@ def state_arrays() -> dict[str, HostArray]:
     return {"states.0.0": numbers(5, 0)}
 
 
-def test_chain_ends_at_mismatched_record(tmp_path: Path) -> None:
+def test_restored_chain_ends_at_mismatched_record(tmp_path: Path) -> None:
     records = told(1, 6)
     with opened(tmp_path) as store:
         write(store, records)
@@ -376,7 +376,7 @@ def test_resume_counts_as_use_of_checkpoint(tmp_path: Path) -> None:
         assert hits == {one.key: 1 for one in (*records, state)}
 
 
-def test_block_of_closed_store_is_left_over(tmp_path: Path) -> None:
+def test_unfinished_block_of_closed_store_is_removed(tmp_path: Path) -> None:
     (record,) = chain(1)
     with opened(tmp_path) as other:
         with opened(tmp_path) as store:
@@ -403,7 +403,7 @@ def test_missing_and_truncated_blocks_are_counted_separately(tmp_path: Path) -> 
         assert store.held(keys_of(records)) == 2
 
 
-def test_only_chain_ends_are_replaced(tmp_path: Path) -> None:
+def test_only_ends_of_chains_are_replaced(tmp_path: Path) -> None:
     records = chain(3)
     with opened(tmp_path) as store:
         write(store, records)
@@ -450,7 +450,7 @@ def test_damaged_record_is_a_miss(
         assert_reads(store, records)
 
 
-def test_damaged_record_error_holds_no_buffers(tmp_path: Path) -> None:
+def test_damaged_record_error_retains_no_buffers(tmp_path: Path) -> None:
     (record,) = records = chain(1)
     with opened(tmp_path) as store:
         write(store, records)
@@ -488,7 +488,7 @@ def test_failed_write_leaves_no_file(tmp_path: Path) -> None:
         assert write(store, records[1:]) == ["claimed"]
 
 
-def test_missing_folder_raises(tmp_path: Path) -> None:
+def test_missing_folder_raises_error(tmp_path: Path) -> None:
     with opened(tmp_path / "cache") as store:
         write(store, chain(1))
         for path in sorted((tmp_path / "cache").rglob("*"), reverse=True):
@@ -498,7 +498,7 @@ def test_missing_folder_raises(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_unknown_files_are_adopted_or_removed(tmp_path: Path, lost: int) -> None:
+def test_files_missing_in_index_are_adopted_or_removed(tmp_path: Path, lost: int) -> None:
     records = chain(3)
     with opened(tmp_path) as store:
         write(store, records)
@@ -537,7 +537,7 @@ def test_block_check_validates_metadata_and_tokens() -> None:
         check_block(encode(replace(record, key=ROOT), FINGERPRINT))
 
 
-def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
+def test_unrelated_files_are_not_touched(tmp_path: Path) -> None:
     foreign = [tmp_path / "notes.txt", tmp_path / "penstock-block-0" / "blocks" / "x.safetensors"]
     for path in foreign:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -573,7 +573,7 @@ def test_damaged_index_is_rebuilt(tmp_path: Path, damage: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["nbytes = 0", "nbytes = 1 << 40", "uses = 0", "uses = 1 << 60"])
-def test_wrong_index_sums_are_corrected(tmp_path: Path, wrong: str) -> None:
+def test_wrong_index_totals_are_corrected(tmp_path: Path, wrong: str) -> None:
     """Else the folder would grow past its limit, or what is new be the first to go."""
     with opened(tmp_path) as store:
         write(store, chain(3))
@@ -595,7 +595,7 @@ def test_file_of_impossible_depth_is_removed(tmp_path: Path, depth: int) -> None
         assert not path.exists()
 
 
-def test_unreadable_file_is_not_taken_for_damaged(tmp_path: Path) -> None:
+def test_unreadable_file_is_not_reported_as_damaged(tmp_path: Path) -> None:
     """A repair would remove it. A link to itself stands for a file of another owner."""
     (record,) = chain(1)
     with opened(tmp_path) as store:
@@ -608,7 +608,7 @@ def test_unreadable_file_is_not_taken_for_damaged(tmp_path: Path) -> None:
         assert store.index.get(record.key) is not None
 
 
-def test_shrinking_takes_few_blocks_in_each_transaction(
+def test_shrinking_removes_few_blocks_per_transaction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Servers wait for the index meanwhile."""
@@ -694,7 +694,7 @@ def test_killed_writer_loses_at_most_its_block(tmp_path: Path, step: str, skip: 
         assert "claimed" in write(store, chain(4, seed=77))
 
 
-def test_live_writer_is_kept_by_reconcile(tmp_path: Path) -> None:
+def test_reconcile_keeps_block_of_live_writer(tmp_path: Path) -> None:
     """Negative control of `reconcile`: a live writer's claim and file stay."""
     record = chain(1)[0]
     with opened(tmp_path) as store, opened(tmp_path) as other:
@@ -716,7 +716,7 @@ def test_live_writer_is_kept_by_reconcile(tmp_path: Path) -> None:
         assert other.index.get(record.key) is None
 
 
-def test_folder_closes_its_index(tmp_path: Path) -> None:
+def test_leaving_folder_context_closes_index(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         write(store, chain(1))
     with Folder(tmp_path) as folder:
@@ -735,7 +735,7 @@ def test_adopted_blocks_stay_within_limit(tmp_path: Path) -> None:
         assert len(files(tmp_path)) == 4
 
 
-def test_unreadable_folder_is_no_empty_one(tmp_path: Path) -> None:
+def test_unreadable_folder_raises_instead_of_listing_none(tmp_path: Path) -> None:
     assert listed(tmp_path / "missing") == []
     with pytest.raises(OSError, match="too long"):
         listed(tmp_path / ("x" * 1_000))

@@ -65,7 +65,7 @@ def form(dtype: mx.Dtype = mx.float32) -> BlockFormat:
 
 
 def restored(blocks: list[dict[str, HostArray]], form: BlockFormat, **more: bool) -> RestoreBuffer:
-    """Put the bytes of blocks where they belong, as if they were read from files."""
+    """Copy the bytes of blocks to their places, as if they were read from files."""
     buffer = RestoreBuffer(form, len(blocks), BLOCK, **more)
     for block, targets in zip(blocks, buffer.targets(), strict=True):
         assert block.keys() == targets.keys()
@@ -95,7 +95,7 @@ def test_blocks_restore_segment(dtype: mx.Dtype, in_place: bool) -> None:
     assert equal(restored(blocks[1:3], form(dtype), in_place=in_place).segment(), part)
 
 
-def test_buffer_outside_of_mlx_takes_none_of_its_memory() -> None:
+def test_in_place_buffer_is_counted_outside_mlx() -> None:
     blocks = blocks_of(segment(4 * BLOCK, mx.float32))
     buffer = restored(blocks, form(), in_place=True)
     assert buffer.nbytes == buffer.segment().nbytes
@@ -123,7 +123,7 @@ def test_restored_segment_uses_buffer_without_copy() -> None:
     assert mx.get_peak_memory() - before < made.nbytes + 1_000
 
 
-def test_each_array_of_a_side_is_named() -> None:
+def test_every_array_of_quantized_keys_has_a_name() -> None:
     (block, _) = blocks_of(quantized(2 * BLOCK))
     assert {"0.keys.0", "0.keys.1", "0.keys.2"} <= set(block)
 

@@ -17,7 +17,7 @@ from penstock.tiers.readers import Readers
 
 
 class Room:
-    """What something is read into."""
+    """The destination of a read."""
 
 
 def test_results_and_errors_are_returned() -> None:
@@ -93,7 +93,7 @@ def test_process_exits_while_disk_hangs() -> None:
     subprocess.run([sys.executable, "-c", HANGS], check=True, timeout=SOON)
 
 
-def test_only_slow_calls_are_distributed(
+def test_only_slow_calls_run_in_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     readers, here = Readers(2, "test"), threading.current_thread().name

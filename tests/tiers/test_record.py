@@ -54,7 +54,7 @@ def same(a: Record, b: Record) -> bool:
 
 
 def placed(raw: bytes, *dtypes: str) -> Record:
-    """Read a file of such layers to where they belong, each array in three pieces."""
+    """Read a file of such layers to its destination, each array in three pieces."""
     found = {
         name: HostArray(array.dtype, array.shape, np.zeros_like(array.data))
         for name, array in record(*dtypes).arrays.items()
@@ -74,7 +74,7 @@ def placed(raw: bytes, *dtypes: str) -> Record:
 
 
 def whole(raw: bytes, *_: str) -> Record:
-    """Read a file at once."""
+    """Read a whole file."""
     return decode(raw)
 
 
@@ -83,14 +83,14 @@ Read = Callable[..., Record]
 
 
 @pytest.mark.parametrize(("depth", "blocks", "end"), [(0, 2, 8), (6, 2, 32), (3, 1, 32)])
-def test_record_end_tokens(depth: int, blocks: int, end: int) -> None:
+def test_end_tokens_follow_from_depth_and_blocks(depth: int, blocks: int, end: int) -> None:
     """Eight tokens in this many blocks."""
     arrays = {TOKENS: host("uint32", 8)}
     assert Record(KEY, PARENT, depth, arrays, blocks=blocks).end_tokens == end
     assert Record(KEY, PARENT, depth, record("float32").arrays).end_tokens == 0
 
 
-def test_tokens_are_read_without_other_arrays() -> None:
+def test_record_tokens_are_read_without_other_arrays() -> None:
     """And never more than a megabyte of them, whatever the header says."""
     arrays = {TOKENS: host("uint32", 8), "behind": host("uint8", 64)}
     raw = encode(Record(KEY, PARENT, 0, arrays, blocks=2), "m")

@@ -41,7 +41,7 @@ def write(tier: ColdTier, *records: Record) -> None:
 
 
 def read(tier: ColdTier, wanted: dict[bytes, list[ArrayPart]]) -> dict[bytes, list[Any]]:
-    """Return the parts of records, once those that are not whole are noted."""
+    """Return the parts of records, once incomplete records are reported."""
     parts = tier.read_parts(wanted).result(SOON)
     assert tier.flush(SOON)
     return parts
@@ -51,7 +51,7 @@ def holds(tier: ColdTier, key: bytes) -> bool:
     return tier.call(lambda store: store.holds(key), False).result(SOON)
 
 
-def test_parts_match_written_bytes(tier: ColdTier) -> None:
+def test_read_parts_match_written_bytes(tier: ColdTier) -> None:
     records = chain(3)
     write(tier, *records)
     wanted = {
@@ -71,7 +71,7 @@ def test_parts_match_written_bytes(tier: ColdTier) -> None:
             assert np.array_equal(data, held)
 
 
-def test_nonexistent_part_is_damage(tier: ColdTier) -> None:
+def test_missing_part_counts_as_damage(tier: ColdTier) -> None:
     (record,) = chain(1)
     write(tier, record)
     assert holds(tier, record.key)
@@ -81,7 +81,7 @@ def test_nonexistent_part_is_damage(tier: ColdTier) -> None:
 
 
 @pytest.mark.parametrize("tier", ["disk"], indirect=True)
-def test_truncated_file_is_damage(tier: ColdTier, tmp_path: Path) -> None:
+def test_truncated_file_counts_as_damage(tier: ColdTier, tmp_path: Path) -> None:
     (record,) = chain(1)
     write(tier, record)
     (path,) = tmp_path.rglob("*.safetensors")
@@ -129,7 +129,7 @@ def test_read_error_switches_tier_off(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_header_order_does_not_matter(tmp_path: Path) -> None:
+def test_header_fields_may_have_any_order(tmp_path: Path) -> None:
     """As other library versions may write it; nonsense is damage."""
     (record,) = chain(1)
     raw = encode(record, "a model")

@@ -29,7 +29,7 @@ def opened(values: InMemory, **more: object) -> RemoteStore:
 
 
 def blocks(count: int, seed: int = 0) -> list[Record]:
-    """Return the blocks of a prompt with their tokens, as the engine has them."""
+    """Return the blocks of a prompt with their tokens, as the engine writes them."""
     tokens = np.random.default_rng(seed).integers(0, 1_000, count * BLOCK).astype(np.uint32)
     block_hashes = hash_blocks(tokens, BLOCK, root_hash(FINGERPRINT))
     found = []
@@ -41,7 +41,7 @@ def blocks(count: int, seed: int = 0) -> list[Record]:
 
 
 def read(store: RemoteStore, records: Sequence[Record]) -> int:
-    """Ask for blocks as a request does, and see that those that are there are right."""
+    """Restore blocks as a request does, and check their contents."""
     rooms = [
         {name: np.zeros_like(array.data) for name, array in record.arrays.items()}
         for record in records
@@ -76,7 +76,7 @@ def test_blocks_of_one_store_are_read_by_other(piece_bytes: int) -> None:
     assert other.counts.read_bytes == sum(map(len, values.values.values()))
 
 
-def test_reader_buffers_are_four_copies_of_a_piece() -> None:
+def test_buffer_bytes_are_four_pieces_per_reader() -> None:
     """Client buffer, response, its slice, and the piece itself."""
     assert store_module.buffer_bytes(1_000) - store_module.buffer_bytes(0) == 4_000 * READERS
     assert store_module.buffer_bytes(0) == 16_384 * 200, "names of values that were seen"
@@ -98,14 +98,14 @@ def test_unknown_prompt_takes_one_small_query() -> None:
     assert values.asked == [8, 64, 128], "what was seen lately is not asked for again"
 
 
-def test_shared_store_names_no_chains() -> None:
+def test_shared_store_lists_no_chains() -> None:
     """It is not known which of its values are this server's, or used."""
     store = opened(InMemory())
     store.write(blocks(1)[0])
     assert store.chains(1 << 30) == []
 
 
-def test_seen_keys_expire(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_existence_of_keys_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     values, records = InMemory(), blocks(3)
     store = opened(values)
     for record in records:
@@ -117,7 +117,7 @@ def test_seen_keys_expire(monkeypatch: pytest.MonkeyPatch) -> None:
     assert store.held(keys_of(records)) == 0
 
 
-def test_seen_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_existence_of_keys_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "SEEN_KEYS", 5)
     values = InMemory()
     store = opened(values)
@@ -150,7 +150,7 @@ def test_chain_is_rewritten_after_missing_block() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 3, 100])
-def test_states_are_searched_from_end(at: int) -> None:
+def test_checkpoints_are_searched_from_end(at: int) -> None:
     values, records = InMemory(), blocks(120)
     store = opened(values)
     for record in records:
@@ -196,7 +196,7 @@ def test_any_flipped_bit_is_detected(piece_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("act", ["get", "has"])
-def test_late_answer_is_a_fault(act: str) -> None:
+def test_late_response_counts_as_fault(act: str) -> None:
     values, records = InMemory(), blocks(8)
     store = opened(values, timeout_seconds=0.5)
     for record in records:
@@ -210,7 +210,7 @@ def test_late_answer_is_a_fault(act: str) -> None:
     assert len(values.pieces) <= 2, "the others were not even asked for"
 
 
-def test_refusing_store_is_sent_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusing_store_gets_no_more_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     values, records = InMemory(), blocks(4)
     store = opened(values)
     values.takes = False
@@ -258,7 +258,7 @@ def test_invalid_url_is_refused_without_repeating_it(url: str, words: str) -> No
     assert "secret" not in str(caught.value) and "cret@" not in str(caught.value)
 
 
-def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named_in_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_urls, "find_spec", lambda name: None)
     for url, package in (("redis://h", "redis"), ("s3://bucket/folder", "obstore")):
         with pytest.raises(SettingError, match=f"pip install {package}$"):
@@ -274,7 +274,7 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         "unix://:secret@localhost/run/valkey.sock?db=1",
     ],
 )
-def test_shown_url_hides_secrets(url: str) -> None:
+def test_displayed_url_hides_secrets(url: str) -> None:
     check_url(url)
     assert "cret" not in shown(url) and "ssl" not in shown(url)
     assert shown(url).startswith(url.partition("://")[0])

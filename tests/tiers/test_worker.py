@@ -1,4 +1,4 @@
-"""The cold tier's thread: blocks nobody, and is off while its folder fails."""
+"""The cold tier's thread: never blocks callers, and pauses while its folder fails."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def running(folder: Path, **more: Any) -> Iterator[ColdTier]:
 
 @contextmanager
 def stalled(tier: ColdTier) -> Iterator[None]:
-    """Keep the thread busy."""
+    """Keep the tier's thread busy."""
     begun, go = threading.Event(), threading.Event()
 
     def wait(store: SSDStore) -> None:
@@ -59,12 +59,12 @@ def stalled(tier: ColdTier) -> Iterator[None]:
 
 
 def count(tier: ColdTier, keys: Sequence[bytes]) -> Future[int]:
-    """Count how many first blocks of a chain could be read."""
+    """Return the number of first blocks of a chain that can be read."""
     return tier.call(lambda store: store.prepare(keys), 0)
 
 
 def places(records: Sequence[Record]) -> tuple[list[NDArray[np.uint8]], list[dict[str, Target]]]:
-    """Return memory for the keys of each record, and where all of its arrays go."""
+    """Return memory for the keys of each record, and the destinations of all its arrays."""
     made = [
         {name: np.zeros_like(array.data) for name, array in record.arrays.items()}
         for record in records
@@ -76,7 +76,7 @@ def places(records: Sequence[Record]) -> tuple[list[NDArray[np.uint8]], list[dic
     return [room["0.keys"] for room in made], targets
 
 
-def test_offered_blocks_survive_restart(tmp_path: Path) -> None:
+def test_blocks_offered_to_tier_survive_restart(tmp_path: Path) -> None:
     records = chain(6)
     with running(tmp_path) as tier:
         assert all(tier.offer(record) for record in records)
@@ -126,7 +126,7 @@ def test_full_disk_is_logged_once_and_still_read(
     ]
 
 
-def test_idle_tier_adopts_files_that_index_lacks(tmp_path: Path) -> None:
+def test_idle_tier_adopts_files_missing_in_index(tmp_path: Path) -> None:
     records = chain(3)
     with running(tmp_path) as tier:
         assert all(tier.offer(record) for record in records) and tier.flush(SOON)
@@ -150,7 +150,7 @@ def test_slow_disk_drops_writes_without_blocking(tmp_path: Path) -> None:
         assert (stats.counts.written_blocks, stats.dropped_blocks, stats.queued_bytes) == (3, 7, 0)
 
 
-def test_reads_precede_writes(tmp_path: Path) -> None:
+def test_reads_run_before_queued_writes(tmp_path: Path) -> None:
     records = chain(20)
     with running(tmp_path) as tier:
         tier.offer(records[0])
@@ -216,7 +216,7 @@ def test_clear_drops_queued_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost_index", [False, True])
-def test_cleared_blocks_do_not_return_with_folder(tmp_path: Path, lost_index: bool) -> None:
+def test_cleared_blocks_do_not_return_when_folder_does(tmp_path: Path, lost_index: bool) -> None:
     """Nor do files that a new index adopts."""
     folder, away = tmp_path / "cache", tmp_path / "away"
     records = chain(4)
@@ -243,7 +243,7 @@ def test_cleared_blocks_do_not_return_with_folder(tmp_path: Path, lost_index: bo
 
 
 @pytest.mark.parametrize("gone", ["the folder", "the index"])
-def test_pending_deletion_survives_its_thread(tmp_path: Path, gone: str) -> None:
+def test_pending_deletion_is_done_by_next_tier(tmp_path: Path, gone: str) -> None:
     """Another tier of the folder deletes before it reads, once."""
     folder, away = tmp_path / "cache", tmp_path / "away"
     moved = folder if gone == "the folder" else folder / FORMAT / INDEX_NAME

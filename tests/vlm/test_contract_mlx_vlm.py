@@ -1,4 +1,4 @@
-"""What penstock uses of mlx-vlm. A failure names what changed in mlx-vlm."""
+"""Assumptions about mlx-vlm. A failure names what changed in mlx-vlm."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def test_cache_classes_exist() -> None:
 
 
 @pytest.mark.parametrize("name", ["KVCache", "RotatingKVCache"])
-def test_caches_have_protocol(name: str) -> None:
+def test_caches_have_methods_of_protocol(name: str) -> None:
     gone = [part for part in PROTOCOL if not hasattr(getattr(upstream, name), part)]
     assert gone == [], f"mlx-vlm's {name} lost {gone}"
 
 
-def test_rotating_cache_names_its_window() -> None:
+def test_rotating_cache_has_max_size_and_keep() -> None:
     cache = upstream.RotatingKVCache(max_size=8, keep=2)
     assert (cache.max_size, cache.keep) == (8, 2)
     assert upstream.ChunkedKVCache(8).chunk_size == 8
 
 
-def test_arrays_cache_is_made_from_its_size() -> None:
+def test_arrays_cache_is_created_from_size() -> None:
     assert upstream.ArraysCache(3).cache == [None] * 3
 
 
@@ -55,7 +55,7 @@ def test_make_prompt_cache_prefers_model_make_cache() -> None:
     assert upstream.make_prompt_cache(Model()) == ["the model's own"]
 
 
-def test_attention_is_one_function_bound_by_name() -> None:
+def test_attention_function_is_module_attribute() -> None:
     """The seam rebinds it in the modules of a model's classes."""
     assert parameters(base.scaled_dot_product_attention) == ATTENTION
     bound = inspect.unwrap(llama.language.scaled_dot_product_attention)  # once, if it is rebound
@@ -79,14 +79,14 @@ def test_language_model_returns_logits() -> None:
     assert output.logits.shape == (1, 2, 4)
 
 
-def test_positions_of_last_prompt_have_known_names() -> None:
+def test_position_attributes_have_expected_names() -> None:
     """`vlm_reader.POSITIONS` resets them, as sequences take turns."""
     source = inspect.getsource(qwen2_vl.LanguageModel)
     assert "self._position_ids = None" in source
     assert "self._rope_deltas = None" in source
 
 
-def test_functions_that_load_take_folder() -> None:
+def test_load_functions_accept_folder() -> None:
     assert parameters(mlx_vlm.utils.load_model)[:2] == ["model_path", "lazy"]
     assert isinstance(mlx_vlm.utils.MODEL_REMAPPING, dict)
     assert parameters(mlx_vlm.utils.get_model_path)[0] == "path_or_hf_repo"

@@ -1,4 +1,4 @@
-"""Images on the engine: mlx-vlm's own tokens, cold, warm, restarted and in batches."""
+"""Images on the engine match mlx-vlm's tokens cold, warm, restarted and in batches."""
 
 from __future__ import annotations
 
@@ -56,25 +56,25 @@ def engine(qwen: Pair) -> Iterator[Engine]:
 
 
 def answer(engine: Engine, request: Request) -> tuple[list[int], int]:
-    """Return the tokens of a greedy answer, and how many of its prompt were cached."""
+    """Return the tokens of a greedy answer, and the number of cached prompt tokens."""
     choice = engine.submit(request).result()[0]
     assert choice.finish is not None
     return list(choice.tokens), choice.finish.usage.cached_tokens
 
 
 def embedded(engine: Engine) -> int:
-    """Return how many images were encoded."""
+    """Return the number of encoded images."""
     return engine._core.features.embedded
 
 
-def test_tokens_of_prompts_are_those_of_processor(pair: Pair) -> None:
+def test_prompt_tokens_match_processor(pair: Pair) -> None:
     for text, files in prompts(8):
         request = pair.request(text, files, TOKENS)
         assert list(request.prompt) == pair.inputs(text, files)["input_ids"][0].tolist()
         assert len(request.spans) == len(files)
 
 
-def test_answers_are_those_of_own_loop(pair: Pair) -> None:
+def test_answers_match_mlx_vlm_loop(pair: Pair) -> None:
     """Twenty prompts with 0 to 3 images: cold, warm, and in batches, all at once."""
     talks = prompts(20)
     own = [pair.own_answer(text, files, TOKENS) for text, files in talks]
@@ -96,7 +96,7 @@ def test_answers_are_those_of_own_loop(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("side", [56, 300])
-def test_bytes_of_an_image_are_reserved_before_it_is_computed(pair: Pair, side: int) -> None:
+def test_image_bytes_are_reserved_before_encoding(pair: Pair, side: int) -> None:
     reader = pair.loaded.model.span_reader
     place = pair.loaded.model.image_reader.place(file_of(picture(1, side, side)))
     span = InputSpan(0, len(place.tokens), place.key, place.source)
@@ -129,7 +129,7 @@ def test_different_images_of_one_size_share_no_blocks(qwen: Pair, engine: Engine
         assert cached <= changed.start
 
 
-def test_same_tokens_with_one_key_would_share(qwen: Pair, engine: Engine) -> None:
+def test_check_detects_images_with_equal_keys(qwen: Pair, engine: Engine) -> None:
     """Negative control: only the key tells two images of one size apart."""
     first, second = (qwen.request(TALK, [picture(n), picture(2)], TOKENS) for n in (1, 3))
     assert first.prompt == second.prompt and first.keyed_prompt != second.keyed_prompt
@@ -139,7 +139,7 @@ def test_same_tokens_with_one_key_would_share(qwen: Pair, engine: Engine) -> Non
     assert cached > first.spans[0].end
 
 
-def test_conversation_goes_on_to_the_token(qwen: Pair, engine: Engine) -> None:
+def test_next_turn_with_images_computes_only_new_tokens(qwen: Pair, engine: Engine) -> None:
     files = [picture(5), picture(6)]
     first = qwen.request(TALK, files, TOKENS)
     said, _ = answer(engine, first)
@@ -156,7 +156,7 @@ def test_conversation_goes_on_to_the_token(qwen: Pair, engine: Engine) -> None:
     assert list(cold.tokens) == answer(engine, turn)[0]
 
 
-def test_images_hit_after_restart(pair: Pair, tmp_path: Path) -> None:
+def test_prompts_with_images_are_restored_after_restart(pair: Pair, tmp_path: Path) -> None:
     files = [picture(7), picture(8, 140, 56)]
     text = TALK + " So ?" * 20
     request, own = pair.request(text, files, SAID), pair.own_answer(text, files, SAID)
@@ -179,7 +179,7 @@ def test_images_hit_after_restart(pair: Pair, tmp_path: Path) -> None:
         assert choice.finish.usage.cached_tokens <= other.spans[0].start
 
 
-def test_features_are_evicted_for_kv(qwen: Pair) -> None:
+def test_clear_evicts_image_features(qwen: Pair) -> None:
     with Engine(qwen.loaded.model, qwen.loaded.tokenizer, **LIMITS) as engine:
         answer(engine, qwen.request(TALK, [picture(1), picture(2)], 1))
         assert engine.stats().by_kind["features"] > 0
@@ -189,7 +189,7 @@ def test_features_are_evicted_for_kv(qwen: Pair) -> None:
 
 
 class SlowTower:
-    """A model's reader of spans whose embeddings take long, computed by the real one."""
+    """A span reader whose embeddings are delayed."""
 
     def __init__(self, reader: Any, seconds: float) -> None:
         self._reader, self._seconds = reader, seconds
@@ -205,7 +205,7 @@ class SlowTower:
         return embeddings
 
 
-def test_running_answer_goes_on_while_images_are_encoded(qwen: Pair, engine: Engine) -> None:
+def test_running_answer_continues_while_images_are_encoded(qwen: Pair, engine: Engine) -> None:
     slow = SlowTower(qwen.loaded.model.span_reader, 0.5)
     engine._wait(engine._later(lambda core: setattr(core.features, "_reader", slow)))
     text = qwen.request("No picture here .", [], 2_000)
@@ -222,7 +222,7 @@ def test_running_answer_goes_on_while_images_are_encoded(qwen: Pair, engine: Eng
     running.cancel()
 
 
-def test_known_prompt_waits_for_no_other_image(qwen: Pair, engine: Engine) -> None:
+def test_cached_prompt_does_not_wait_for_image_encoding(qwen: Pair, engine: Engine) -> None:
     """All of it is cached: it runs once its positions are known, and no step waits for them."""
     known = qwen.request(TALK, [picture(33), picture(34)], TOKENS)
     expected, _ = answer(engine, known)
@@ -241,7 +241,7 @@ def test_known_prompt_waits_for_no_other_image(qwen: Pair, engine: Engine) -> No
     running.cancel()
 
 
-def test_failing_tower_fails_its_request_alone(qwen: Pair, engine: Engine) -> None:
+def test_failing_vision_tower_fails_only_its_request(qwen: Pair, engine: Engine) -> None:
     request = qwen.request(TALK, [picture(41), picture(42)], 2)
     broken = tuple(replace(span, key=b"x" * 32, source=None) for span in request.spans)
     handle = engine.submit(Request(prompt=request.prompt, spans=broken, max_tokens=2))
@@ -250,7 +250,7 @@ def test_failing_tower_fails_its_request_alone(qwen: Pair, engine: Engine) -> No
     assert answer(engine, request)[0] == qwen.own_answer(TALK, [picture(41), picture(42)], 2)
 
 
-def test_images_that_take_each_others_room_end(qwen: Pair) -> None:
+def test_images_competing_for_memory_finish_or_are_refused(qwen: Pair) -> None:
     """Little room beside the weights: each answer is right, or refused with the numbers."""
     talks = prompts(12, seed=11)
     own = [qwen.own_answer(text, files, TOKENS) for text, files in talks]
@@ -268,7 +268,7 @@ def test_images_that_take_each_others_room_end(qwen: Pair) -> None:
         engine.check()
 
 
-def test_quantized_weights_read_images(tmp_path: Path) -> None:
+def test_quantized_model_encodes_images_in_float32(tmp_path: Path) -> None:
     """Weights of the tower become float32 with the others."""
     folder = write_model("qwen2_vl", tmp_path / "qwen2_vl")
     native = load_all(folder, model_source="mlx-vlm", weights_dtype="native")
@@ -283,7 +283,7 @@ def test_quantized_weights_read_images(tmp_path: Path) -> None:
     assert mx.allclose(rows[0], rows[1], atol=1e-4)
 
 
-def test_images_that_see_ahead_are_not_read(tmp_path: Path) -> None:
+def test_models_with_bidirectional_image_attention_read_no_images(tmp_path: Path) -> None:
     """Keys and values of a token would depend on where a prompt is cut."""
     folder = write_model("gemma4", tmp_path / "gemma4")
     config = json.loads((folder / "config.json").read_text())
@@ -292,20 +292,18 @@ def test_images_that_see_ahead_are_not_read(tmp_path: Path) -> None:
     assert load_all(folder, model_source="mlx-vlm").model.image_reader is None
 
 
-def test_doctor_says_whether_images_are_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_reports_image_support(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_model("qwen2_vl", tmp_path / "qwen2_vl")
     said = []
     for source in ("mlx-vlm", "auto", "mlx-lm"):
         main(["doctor", str(folder), "--json", "--model-source", source])
         said.append(json.loads(capsys.readouterr().out)["model"]["images"])
     assert said[:2] == ["read", "read"]
-    assert said[2].startswith("left out") and "--model-source auto" in said[2]
+    assert said[2].startswith("not read") and "--model-source auto" in said[2]
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "gemma3", "gemma4", "qwen3_5"])
-def test_folder_with_a_tower_is_loaded_with_it(family: str, tmp_path: Path) -> None:
+def test_folder_with_vision_tower_is_loaded_by_mlx_vlm(family: str, tmp_path: Path) -> None:
     folder = write_model(family, tmp_path / family)
     choice, _ = choose_source(str(folder))
     assert choice.name == "mlx-vlm" and "images" in choice.why

@@ -1,4 +1,4 @@
-"""Images over HTTP: three interfaces, results of tools, refusals, and text as before."""
+"""Images over HTTP: three APIs, tool results, errors, and text requests."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def turn(words: str, role: str = "user") -> str:
 ASK = "<|start|>assistant\n"
 
 
-def test_chat_reads_images_in_their_places(pair: Pair, http: httpx.Client) -> None:
+def test_chat_places_images_in_order_of_parts(pair: Pair, http: httpx.Client) -> None:
     files = [picture(1), picture(2, 112, 84, "JPEG")]
     content = [text("Look: "), chat_part(files[0]), text(" and "), chat_part(files[1]), text("?")]
     found = chat(http, content).json()
@@ -86,7 +86,7 @@ def test_chat_reads_images_in_their_places(pair: Pair, http: httpx.Client) -> No
     assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] // 16 * 16
 
 
-def test_three_interfaces_make_one_prompt(pair: Pair, http: httpx.Client) -> None:
+def test_three_apis_render_same_image_prompt(pair: Pair, http: httpx.Client) -> None:
     file = picture(3)
     prompt = turn("What is IMAGE?") + ASK
     wanted = expected(pair, prompt, [file])
@@ -110,7 +110,7 @@ def test_three_interfaces_make_one_prompt(pair: Pair, http: httpx.Client) -> Non
     assert counted["input_tokens"] == found["usage"]["input_tokens"]
 
 
-def test_next_turn_hits_to_the_token(http: httpx.Client) -> None:
+def test_next_turn_reuses_all_image_and_answer_tokens(http: httpx.Client) -> None:
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": [text("Look "), chat_part(picture(4)), text(" there.")]}
     ]
@@ -122,7 +122,7 @@ def test_next_turn_hits_to_the_token(http: httpx.Client) -> None:
     assert usage["prompt_tokens_details"]["cached_tokens"] >= known - 1
 
 
-def test_results_of_tools_are_read(pair: Pair, http: httpx.Client) -> None:
+def test_images_in_tool_results_are_read(pair: Pair, http: httpx.Client) -> None:
     file = picture(5)
     calls = [
         {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}},
@@ -157,7 +157,7 @@ def test_results_of_tools_are_read(pair: Pair, http: httpx.Client) -> None:
     assert counted.get("input_tokens", counted) == found["usage"]["prompt_tokens"]
 
 
-def test_marks_in_a_text_are_no_images(pair: Pair, http: httpx.Client) -> None:
+def test_image_markers_in_text_are_not_images(pair: Pair, http: httpx.Client) -> None:
     file = picture(6)
     marks = "<|vision_start|><|image_pad|><|vision_end|>"
     found = chat(http, [text(f"{marks} not "), chat_part(file)])
@@ -167,7 +167,7 @@ def test_marks_in_a_text_are_no_images(pair: Pair, http: httpx.Client) -> None:
 
 
 def bomb(side: int) -> bytes:
-    """Return a PNG whose header says side x side pixels, and whose data are a few bytes."""
+    """Return a PNG whose header claims side x side pixels, with a few bytes of data."""
 
     def piece(kind: bytes, data: bytes) -> bytes:
         check = zlib.crc32(kind + data).to_bytes(4, "big")
@@ -194,7 +194,7 @@ def bomb(side: int) -> bytes:
     ],
     ids=["huge", "short", "vector", "cut", "no-base64", "remote", "file", "video", "audio"],
 )
-def test_what_cannot_be_read_is_one_line(
+def test_unsupported_content_gives_one_line_error(
     part: dict[str, Any], said: str, http: httpx.Client
 ) -> None:
     refused = chat(http, [text("Look: "), part])
@@ -226,7 +226,7 @@ def test_private_addresses_are_refused(pair: Pair) -> None:
             assert "not a public address" in refused.json()["error"]["message"]
 
 
-def test_explanation_tells_images_apart(http: httpx.Client) -> None:
+def test_explanation_distinguishes_images(http: httpx.Client) -> None:
     def asked(file: bytes) -> dict[str, Any]:
         content = [text("Explain "), chat_part(file), text(" at length, with all that is there.")]
         return {"messages": [{"role": "user", "content": content}]}

@@ -1,4 +1,4 @@
-"""Whose change fails a test: ours, or a library's."""
+"""Whose change makes a test fail: ours or a library's."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def newest(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_failure_with_required_versions_is_ours(newest: ModuleType) -> None:
+def test_failure_with_pinned_versions_is_our_fault(newest: ModuleType) -> None:
     ours = newest.Results({}, BEHAVIOR)
     code, lines = newest.verdict(ours, newest.Results(CONTRACT, BEHAVIOR), NEWER)
     assert code == 1 and "a fault of ours" in lines[0]
 
 
-def test_changed_assumption_names_library_and_test(newest: ModuleType) -> None:
+def test_verdict_on_changed_assumption_names_library_and_test(newest: ModuleType) -> None:
     nothing = newest.Results({}, {})
     code, lines = newest.verdict(nothing, newest.Results(CONTRACT, BEHAVIOR), NEWER)
     assert code == 2
@@ -40,13 +40,13 @@ def test_changed_assumption_names_library_and_test(newest: ModuleType) -> None:
     assert lines[1].startswith("assumption changed: tests.test_contract_mlx_lm.test_kv_cache_state")
 
 
-def test_behavior_alone_lacks_a_contract_test(newest: ModuleType) -> None:
+def test_behavior_change_without_contract_test_is_reported(newest: ModuleType) -> None:
     nothing = newest.Results({}, {})
     code, lines = newest.verdict(nothing, newest.Results({}, BEHAVIOR), NEWER)
     assert code == 2 and "no contract test names the change" in lines[1]
 
 
-def test_same_versions_cannot_change(newest: ModuleType) -> None:
+def test_failure_with_equal_versions_is_reported_as_flaky(newest: ModuleType) -> None:
     nothing = newest.Results({}, {})
     code, lines = newest.verdict(nothing, newest.Results({}, BEHAVIOR), SAME)
     assert code == 1 and "unsteady" in lines[0]

@@ -27,7 +27,7 @@ def test_family_matches_plain_loop(family: str) -> None:
     assert listed == row.line(), "run python tools/write_models_docs.py mlx-vlm"
 
 
-def test_nearly_all_families_reuse_prefixes() -> None:
+def test_at_least_95_percent_of_families_reuse_prefixes() -> None:
     assert set(FAMILIES) == set(MLX_VLM.documented())
     assert len(FAMILIES) > 150
     assert MLX_VLM.reuse_share() >= 0.95
@@ -39,7 +39,7 @@ def test_new_families_reuse_prefixes(family: str) -> None:
     assert reuse in ("yes", "walk-back")
 
 
-def test_exceptions_name_packages() -> None:
+def test_exceptions_refer_to_existing_families() -> None:
     assert not set(OTHERS) & set(FAMILIES)
     own = {place.removesuffix(".config") for place, _ in EXCEPTIONS if place.endswith(".config")}
     assert own <= set(FAMILIES), own - set(FAMILIES)

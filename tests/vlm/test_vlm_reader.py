@@ -1,4 +1,4 @@
-"""Models of mlx-vlm's classes: chosen, loaded, refused, and the same text as their own loop."""
+"""Models of mlx-vlm's classes: selected, loaded, refused, and equal to their own loop's text."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def change(folder: Path, **values: Any) -> None:
 
 
 def own_tokens(folder: Path, prompt: list[int], count: int) -> list[int]:
-    """Generate greedily by mlx-vlm's model on its own caches."""
+    """Generate greedily with mlx-vlm's model on its own caches."""
     model = mlx_vlm.utils.load_model(folder).language_model
     caches, tokens, inputs = make_prompt_cache(model), [], prompt
     for _ in range(count):
@@ -59,7 +59,7 @@ def own_tokens(folder: Path, prompt: list[int], count: int) -> list[int]:
     return tokens
 
 
-def test_text_is_that_of_own_loop(folder: Path) -> None:
+def test_text_matches_mlx_vlm_loop(folder: Path) -> None:
     loaded = load_all(folder, model_source="mlx-vlm")
     assert type(loaded.model) is TextModel
     prompt = render(loaded.tokenizer, QUESTION)
@@ -71,19 +71,19 @@ def test_text_is_that_of_own_loop(folder: Path) -> None:
     assert answer[0].tokens
 
 
-def test_type_of_mlx_lm_is_loaded_by_it_unless_asked(folder: Path) -> None:
+def test_mlx_lm_loads_its_types_unless_mlx_vlm_is_requested(folder: Path) -> None:
     assert load_all(folder).source.name == "mlx-lm"
     assert load_all(folder, model_source="mlx-vlm").source.name == "mlx-vlm"
 
 
 @pytest.fixture
 def foreign(folder: Path) -> Path:
-    """Return the embedded model as one of a type that mlx-lm lacks: the layers are llama's."""
+    """Return the embedded model with a model type that mlx-lm lacks."""
     change(folder, model_type="k2_horizon")
     return folder
 
 
-def test_type_that_only_mlx_vlm_has_is_loaded_by_it(foreign: Path) -> None:
+def test_type_only_in_mlx_vlm_is_loaded_by_it(foreign: Path) -> None:
     loaded = load_all(foreign)
     assert loaded.source.name == "mlx-vlm"
     assert "mlx-lm" in loaded.source.why and "k2_horizon" in loaded.source.why
@@ -91,7 +91,7 @@ def test_type_that_only_mlx_vlm_has_is_loaded_by_it(foreign: Path) -> None:
         assert "4821" in str(engine.chat(QUESTION, max_tokens=24))
 
 
-def test_doctor_names_source(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_model_source(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor", str(foreign), "--json"])
     model = json.loads(capsys.readouterr().out)["model"]
     assert (model["source"], model["way"]) == ("mlx-vlm", "shared")
@@ -100,7 +100,7 @@ def test_doctor_names_source(foreign: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def said(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    """Return the one line with which a folder is refused."""
+    """Return the one-line error for a refused folder."""
     command = ["generate", "Hello", "--model", str(folder), "--max-tokens", "1", *flags]
     assert main(command) == 2
     shown = capsys.readouterr()
@@ -108,7 +108,9 @@ def said(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     return shown.err
 
 
-def test_mlx_lm_alone_refuses_type(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_source_mlx_lm_refuses_mlx_vlm_type(
+    foreign: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "k2_horizon" in said(foreign, capsys, "--model-source", "mlx-lm")
 
 
@@ -122,7 +124,7 @@ def test_unknown_type_is_refused(
 
 
 @pytest.mark.parametrize("flags", [(), ("--model-source", "mlx-vlm")])
-def test_code_in_folder_is_not_run(
+def test_remote_code_in_folder_is_not_run(
     flags: tuple[str, ...], foreign: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (foreign / "own.py").write_text("raise SystemExit(7)")
@@ -130,7 +132,7 @@ def test_code_in_folder_is_not_run(
     assert "model_file" in said(foreign, capsys, *flags)
 
 
-def test_other_than_language_model_is_refused(
+def test_model_without_language_model_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change(folder, model_type="yolo11")
@@ -143,7 +145,7 @@ def test_weights_are_counted_without_reading(foreign: Path) -> None:
         check_fits(foreign, "native", "1MB")
 
 
-def test_quantized_weights_become_float32(foreign: Path) -> None:
+def test_quantized_weights_are_dequantized_to_float32(foreign: Path) -> None:
     model = mlx_vlm.utils.load_model(foreign)
     nn.quantize(model, group_size=64, bits=8)
     mx.save_safetensors(str(foreign / "model.safetensors"), dict(tree_flatten(model.parameters())))
@@ -156,7 +158,7 @@ def test_quantized_weights_become_float32(foreign: Path) -> None:
     assert mx.allclose(model(prompt), native(prompt), atol=1e-2)
 
 
-def test_positions_do_not_depend_on_last_prompt() -> None:
+def test_positions_are_independent_of_previous_prompt() -> None:
     """A short prompt first: its positions would be cut to the next one's."""
     text = {
         "model_type": "qwen2_vl",

@@ -14,7 +14,7 @@ import mlx.core as mx
 from penstock.attention.chunk_reads import ChunkReads
 from penstock.plurals import counted
 from penstock_bench.engine_sides import EngineShape, Ours
-from penstock_bench.models import BenchModel, LlamaShape, ModelChoice, bench_model
+from penstock_bench.models import BenchModel, LlamaShape, ModelChoice, bench_model, packed_model
 from penstock_bench.report import Line, Notify, Report
 
 CLAIM = "A step that reads a choice of a long sequence is quicker than one that reads all of it"
@@ -35,13 +35,15 @@ class AttendLoad:
     attend_tokens: int = 1_024
     attend_rest: bool = False
     rounds: int = 5
-    model: ModelChoice = ModelChoice.RANDOM
+    packed: bool = False
+    """Whether the llama has 4 bits, multiplied by its codes, in place of float32."""
     llama: LlamaShape = field(default_factory=LlamaShape)
 
 
 def measure(load: AttendLoad, notify: Notify = lambda *_: None) -> Report:
     """Time the steps of every shape, both sides interleaved."""
-    model, steps = bench_model(load.model, load.llama), {}
+    model = packed_model(load.llama) if load.packed else bench_model(ModelChoice.RANDOM, load.llama)
+    steps = {}
     for number, shape in enumerate(load.shapes):
         sequences, tokens = shape
         notify(f"{sequences} x {counted(tokens, 'token')}", number, len(load.shapes))

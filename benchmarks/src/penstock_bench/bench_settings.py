@@ -133,6 +133,11 @@ class ServeSettings(Settings):
         Field(ge=0),
         Setting("Number of rounds that time the server against the engine alone; 0 disables them."),
     ] = 5
+    memory_limit: Annotated[
+        int | None,
+        Field(ge=1),
+        Setting("Memory limit of penstock's server.", "BYTES", unset="the server's default"),
+    ] = None
 
 
 class EvalSettings(Settings):

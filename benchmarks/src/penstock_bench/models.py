@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from random import Random
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from penstock import config
 from penstock.models.loading import load
 from penstock.models.mlx_lm import render
+from penstock.models.weight_packer import pack
 from penstock.recall import MODEL_PATH
 from penstock_bench.recall import dialogue
 from penstock_bench.rivals import random_llama
@@ -46,7 +48,7 @@ class LlamaShape:
 
 @dataclass(frozen=True, slots=True)
 class BenchModel:
-    """Float32 model in memory, with a tokenizer for all of its tokens."""
+    """Model in memory, with a tokenizer for all of its tokens."""
 
     name: str
     model: Any
@@ -77,6 +79,15 @@ class BenchModel:
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "dtype": self.dtype,
         }
+
+
+def packed_model(shape: LlamaShape | None = None) -> BenchModel:
+    """Return the random llama in 4 bits, multiplied by its codes, with KV in float16."""
+    wide = bench_model(ModelChoice.RANDOM, shape)
+    nn.quantize(wide.model, group_size=32, bits=4)
+    pack(wide.model, lambda module: None, exact=False)
+    halved = wide.kv_bytes_per_token // 2
+    return replace(wide, name="random llama, 4 bits", kv_bytes_per_token=halved, dtype="packed")
 
 
 def bench_model(choice: ModelChoice, shape: LlamaShape | None = None) -> BenchModel:

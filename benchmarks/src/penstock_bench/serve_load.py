@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +89,11 @@ class ServeLoad(ServeSettings):
 
 def sides_of(load: ServeLoad) -> Sides:
     """Return the servers of a load."""
+    sides: Sides = {**SIDES, OURS: partial(ours, memory_limit=load.memory_limit)}
     if load.llama_server is None:
-        return SIDES
+        return sides
     command = load.llama_server
-    sides = {**SIDES, LLAMA: lambda folder, port: llama_cpp(command, folder, port)}
+    sides = {**sides, LLAMA: lambda folder, port: llama_cpp(command, folder, port)}
     return sides if load.mlx_lm else {side: make for side, make in sides.items() if side != RIVAL}
 
 

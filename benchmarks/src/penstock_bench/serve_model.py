@@ -96,7 +96,8 @@ def write_gguf(file: Path, folder: Path, *, float32: bool) -> None:
     header = read_header(file)
     dtype = "float32" if float32 else activation_dtype(header)
     weights.write_folder(header, folder, float32=float32, dtype=dtype)
-    arrays = dict(weights.weights(header, float32=float32, dtype=dtype))
+    tensors = weights.tensors(header, float32=float32, dtype=dtype)
+    arrays = dict(pair for tensor in tensors for pair in tensor.parameters())
     mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "mlx"})
 
 

@@ -54,9 +54,11 @@ class ServerCommand:
     environment: tuple[tuple[str, str], ...] = ()
 
 
-def ours(folder: ServedFolder, port: int) -> ServerCommand:
+def ours(folder: ServedFolder, port: int, memory_limit: int | None = None) -> ServerCommand:
     """Return penstock's server with its defaults, and the measured codec."""
     flags = ["--host", HOST, "--port", str(port)]
+    if memory_limit is not None:
+        flags += ["--memory-limit", str(memory_limit)]
     for name, value in folder.codec_settings.items():
         flags += [f"--{name.replace('_', '-')}", str(value)]
     return ServerCommand(

@@ -22,7 +22,7 @@ from penstock.kv.tails import Tails
 
 
 class AttentionWays(Protocol):
-    """Optimized ways to attend, tried before plain operations."""
+    """Optimized implementations of attention, tried before plain operations."""
 
     def attend(
         self,
@@ -33,19 +33,19 @@ class AttentionWays(Protocol):
         scale: float,
         sinks: mx.array | None,
     ) -> mx.array | None:
-        """Attend like `AttentionBackend.decode`; None to fall back to plain operations."""
+        """Attend like `AttentionBackend.decode`; None if the step is not supported."""
 
     def nbytes(self, tokens: int, width: int) -> int:
-        """Return an upper bound of the bytes that a sequence adds to a step.
+        """Return an upper bound of the working memory that one sequence adds to a step.
 
         Args:
-            tokens: number of columns that it reads.
+            tokens: number of columns that the sequence reads.
             width: number of new tokens per row.
         """
 
 
 class PlainOperations:
-    """Attention with plain operations only; they need memory for the scores alone."""
+    """No optimized implementation: every step is left to plain operations."""
 
     def attend(
         self,
@@ -56,7 +56,7 @@ class PlainOperations:
         scale: float,
         sinks: mx.array | None,
     ) -> mx.array | None:
-        """Return None: plain operations do it."""
+        """Return None for every step."""
         return None
 
     def nbytes(self, tokens: int, width: int) -> int:
@@ -65,7 +65,7 @@ class PlainOperations:
 
 
 class AttentionBackend(AttentionOps, ABC):
-    """Attention on one kind of device, and its memory needs."""
+    """Attention on one kind of device, and the memory that it needs."""
 
     facts: DeviceFacts = DeviceFacts()
     """Properties of the device that other modules depend on."""
@@ -75,7 +75,7 @@ class AttentionBackend(AttentionOps, ABC):
     @property
     @abstractmethod
     def memory(self) -> AttentionMemory:
-        """Working memory of attention."""
+        """Bounds of attention's working memory on this device."""
 
     @abstractmethod
     def decode(
@@ -90,11 +90,11 @@ class AttentionBackend(AttentionOps, ABC):
         """Attend in one layer of a decode step, whose new tokens are already in the tails.
 
         Args:
-            step: rows of the step, and how they read.
+            step: data of the step that all layers share.
             layer: index of the layer.
             window: attention window of the layer.
             queries: queries of the model, (b, heads, n, d).
-            scale: scale of the model's scores.
+            scale: factor of the scores, usually 1 / sqrt(d).
             sinks: attention sinks of the model, (heads,).
 
         Returns:
@@ -115,7 +115,7 @@ class AttentionBackend(AttentionOps, ABC):
         sinks: mx.array | None = None,
         eager: bool = False,
     ) -> mx.array:
-        """Attend in a prefill chunk to contiguous keys, of which the last are its own.
+        """Attend in a prefill chunk to contiguous keys that end with the chunk's own.
 
         Args:
             queries: (1, heads, n, d), at positions start .. start + n - 1.
@@ -123,11 +123,10 @@ class AttentionBackend(AttentionOps, ABC):
             values: (1, kv_heads, m, value_dim).
             columns: positions of the keys, (m,); None if they are 0 .. m - 1.
             start: position of the first query.
-            scale: scale of the model's scores.
+            scale: factor of the scores, usually 1 / sqrt(d).
             attention_window: attention window of the layer.
-            sinks: attention sinks of the model, (heads,), in base e.
-            eager: whether to evaluate slices immediately; lazily, MLX keeps many slices of scores
-                alive.
+            sinks: attention sinks of the model, (heads,).
+            eager: whether to evaluate slices of queries one by one, to limit the scores in memory.
 
         Returns:
             Array (1, heads, n, value_dim).
@@ -135,7 +134,7 @@ class AttentionBackend(AttentionOps, ABC):
 
     @abstractmethod
     def piece_reads(self, stacked: Sequence[mx.array]) -> AbstractContextManager[PieceReads]:
-        """Let query groups attend to KV piece by piece in a `with` block.
+        """Return a context in which query groups attend to KV piece by piece.
 
         Args:
             stacked: query groups, see `PieceReads`.
@@ -151,7 +150,7 @@ class AttentionBackend(AttentionOps, ABC):
 
     @abstractmethod
     def decoding(self, rows: int, width: int, tokens: int) -> AbstractContextManager[None]:
-        """Prepare the device for a decode step that runs in a `with` block.
+        """Return a context in which one decode step runs, prepared for its size.
 
         Args:
             rows: number of rows.
@@ -161,9 +160,9 @@ class AttentionBackend(AttentionOps, ABC):
 
     @abstractmethod
     def reads_together(self, rows: int, width: int, tokens: int) -> bool:
-        """Return whether the rows of a step are processed together, reading shared spans once.
+        """Return whether all rows of a step are processed together, reading shared spans once.
 
-        If not, a single row is read in one product.
+        If not, the single row attends to all its spans at once.
 
         Args:
             rows: number of rows.
@@ -174,7 +173,7 @@ class AttentionBackend(AttentionOps, ABC):
 
 @dataclass(slots=True)
 class DecodeStep:
-    """One decode step over rows in order: the data shared by all layers."""
+    """Data of one decode step shared by all layers; rows are sorted by `in_order`."""
 
     device: AttentionBackend
     rows: Sequence[DecodeRow]
@@ -188,21 +187,19 @@ class DecodeStep:
     """Columns of the rows' first new tokens in their slots, (b,)."""
     offset: mx.array | int
     aligned: bool
-    """Whether all rows write to the same column of adjacent slots: a single block."""
+    """Whether all rows write to the same column of adjacent slots, so that one write suffices."""
     neighbors: bool
     """Whether the rows' slots form one slice of the pool."""
     layouts: dict[AttentionWindow, AttentionPlan]
     ways: AttentionWays
-    """Optimized ways to attend: kernels or fused attention."""
+    """Optimized implementations to try first: kernels or fused attention."""
     kernel_plans: dict[Hashable, Any]
     selection: Selection
-    """Choice of the tokens that long rows read."""
+    """Rule of selective attention for long rows."""
     choosers: dict[AttentionWindow, list[int]]
-    """Numbers of the new tokens that choose, which all layers of a window that have an index
-    share."""
+    """Indices of the new tokens with selective attention, for the indexed layers of each window."""
     most_joined: int
-    """Maximum number of tokens that a row reads at once if some may be in a tier; `ALL_TOKENS` if
-    none can be."""
+    """Maximum number of tokens that a row reads at once; `ALL_TOKENS` if no KV can be in a tier."""
     memory: StepMemory = field(default_factory=StepMemory)
     """Copies and block locations shared by all layers for rows with selective attention."""
 
@@ -247,7 +244,7 @@ class DecodeStep:
 
     @property
     def new_tokens(self) -> Sequence[DecodeRow]:
-        """One row per new token, each with its own selection."""
+        """One row per new token: each token selects its own blocks."""
         if self.width == 1:
             return self.rows
         return [row.ahead(count) for row in self.rows for count in range(self.width)]
@@ -267,14 +264,11 @@ class DecodeStep:
         return self.choosers[attention_window]
 
     def has_apart(self, layer: int) -> bool:
-        """Return whether any row is apart, see `is_apart`; False if no KV can be in a tier."""
+        """Return whether `is_apart` is true for any row."""
         return self.most_joined < ALL_TOKENS and any(self.is_apart(r, layer) for r in self.rows)
 
     def is_apart(self, row: DecodeRow, layer: int) -> bool:
-        """Return whether a row without selection must be processed before the others.
-
-        True if the KV that it reads may be in a tier.
-        """
+        """Return whether a row must be processed by itself: its KV may be in a tier."""
         if self.most_joined == ALL_TOKENS or not row.parts or layer not in self.selection.layers:
             return False
         return row.parts[-1].end > self.most_joined or any(

@@ -7,31 +7,28 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 SCORE_BUFFERS = 8
-"""Number of float32 arrays alive at once while scores become weights: 7.7 at most, measured."""
+"""Number of score-sized float32 arrays alive during the softmax; measured maximum 7.7."""
 HALF_SCORE_BUFFERS = 10
-"""Number of such arrays for half-precision keys, dequantized and rounded: 9.5 at most, measured."""
+"""Number of these arrays for half-precision keys, with conversions; measured maximum 9.5."""
 FUSED_DIMS = (64, 80, 128)
-"""Head sizes for which MLX's attention of a chunk is a single GPU kernel. For others it
-materializes all scores (MLX 0.32, Metal)."""
+"""Head sizes for which MLX's prefill attention is a fused kernel. For others it materializes all
+scores (MLX 0.32, Metal)."""
 STREAMED_TOKENS = 640
-"""Tokens per piece of a streamed long prompt: two records of a tier, aligned with them."""
+"""Tokens per piece of a long prompt read piece by piece: two tier records, aligned with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """Properties of a kind of device, besides attention."""
+    """Properties of a kind of device that matter outside attention."""
 
     on_heap: bool = False
-    """Whether arrays are allocated on the process's heap, in memory that the system counts as its
-    own."""
+    """Whether arrays are allocated on the process's heap and count towards its resident memory."""
     slow_half: bool = False
-    """Whether MLX's quantized and half-precision products are slow, so that float32 is
-    worthwhile."""
+    """Whether MLX's quantized and half-precision products are slower than float32 ones."""
     own_memory: bool = False
     """Whether the device has dedicated memory, so that freeing it does not help other programs."""
     fuses_attention: bool = True
-    """Whether MLX's attention of a chunk can be a fused kernel, which does not materialize
-    scores."""
+    """Whether MLX's prefill attention can be a fused kernel, which does not materialize scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +59,7 @@ class AttentionMemory:
     def code_bytes(self, numbers: int) -> int:
         """Return an upper bound of the bytes that `multiply_codes` needs besides its result.
 
-        Covers all lanes, for consecutive products with up to `numbers` codes each. MLX needs a
-        float32 scale and offset per group of at least 32.
+        Covers consecutive products with up to `numbers` codes each, on all lanes. MLX needs a
+        float32 scale and offset per group of at least 32 codes.
         """
         return 2 * mx.float32.size * -(-numbers // 32)

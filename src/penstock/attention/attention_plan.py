@@ -1,4 +1,4 @@
-"""Attention plan of a decode step: groups rows by shared spans, so that each is read once.
+"""Attention plan of a decode step: groups rows by shared spans, so that each span is read once.
 
 Computed once per step and attention window, from positions only, and used by all layers.
 """
@@ -15,15 +15,15 @@ from penstock.attention.span_attention import AttentionWindow
 from penstock.kv.segment import ColumnRange, KVSpan
 
 APART = 2_048
-"""Maximum distance between the ends of two rows in a segment that they read together."""
+"""Rows that end in one segment are read together only if their ends are less than this apart."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """One row of a decode step: the spans of a sequence, and the position of its new token.
+    """One row of a decode step: the spans of a sequence, and the position of its first new token.
 
-    The parts cover the positions before the tail, and the tail's `tail` tokens those before
-    `position`, which is the new token's.
+    The parts cover the positions before the tail; the `tail` tokens of the tail follow, up to
+    `position - 1`.
     """
 
     parts: tuple[KVSpan, ...]
@@ -34,17 +34,19 @@ class DecodeRow:
     """Whether to read all tokens even with selective attention: true in the step after a
     prefill."""
     proposed: int = 0
-    """Number of proposed tokens to verify; columns of the step after those are ignored."""
+    """Number of proposed tokens to verify; outputs after those are ignored."""
     shift: int = 0
-    """Position of the new token in the model, less the number of tokens before it."""
+    """Position that the model uses for the new token (RoPE), minus `position`."""
+    adapter: int = 0
+    """Number of the sequence's adapter; 0 without an adapter."""
 
     @property
     def held_tokens(self) -> int:
-        """Number of tokens in its parts; a window may see fewer."""
+        """Number of tokens in the row's parts; a sliding window may see fewer."""
         return sum(part.columns for part in self.parts)
 
     def ahead(self, count: int) -> DecodeRow:
-        """Return the row of the token after `count` new ones, which are then in the tail."""
+        """Return the row of the token that follows `count` new ones, with those in its tail."""
         if not count:
             return self
         position, tail = self.position + count, self.tail + count
@@ -64,14 +66,14 @@ class SharedRead:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Spans read by the rows of a step under one window; the same for all of its layers."""
+    """Spans that the rows of a step read; one plan serves all layers with the same window."""
 
     levels: tuple[tuple[SharedRead, ...], ...]
-    """Shared reads by depth; those of a level are in order and have no row in common."""
+    """Shared reads by depth in the tree; the reads of a level are sorted and have disjoint rows."""
     tail_seen: mx.array | None
     """Visible tail columns, (b, width, columns) bool; None if every row sees all."""
     tail_columns: int
-    """Columns of the longest tail, including the new tokens."""
+    """Number of columns of the longest tail, including the new tokens."""
 
 
 def in_order(rows: Sequence[DecodeRow]) -> list[int]:
@@ -124,7 +126,7 @@ def _descend(
     for _, group in groupby(range(first, last), lambda i: _key_at(rows[i], depth)):
         stop = start + len(list(group))
         if len(rows[start].parts) > depth:
-            # As far as all of these rows go on alike, the parts are read together.
+            # Parts are read together up to the first in which these rows differ.
             end = depth + 1
             while (key := _key_at(rows[start], end)) is not None and key == _key_at(
                 rows[stop - 1], end
@@ -143,7 +145,7 @@ def _descend(
 def _key(part: KVSpan) -> tuple[int, int]:
     """Return a key that is equal for spans read together: same segment, ends close to each other.
 
-    Rows that see less are scored against all columns, and masked.
+    Rows that see fewer columns are scored against all of them, and masked.
     """
     return id(part.segment), (part.columns - 1) // APART
 
@@ -189,7 +191,7 @@ def _shared_read(
 
 
 def visible_ranges(part: KVSpan, nearest: int, keep: int) -> list[tuple[int, int]]:
-    """Return the visible ranges of a part, from `nearest` on, or among the first `keep`."""
+    """Return the ranges of a part that are visible: from `nearest` on, and the first `keep`."""
     if nearest <= max(keep, part.start):
         return [(part.start, part.end)]
     spans = [(part.start, min(part.end, keep)), (max(part.start, nearest), part.end)]

@@ -1,6 +1,6 @@
-"""Cache objects passed to the model for a prefill chunk: attend to spans, keep the new KV.
+"""Cache objects passed to the model for a prefill chunk, which attend to spans and keep the new KV.
 
-A chunk has a pass of its own, or one together with a decode step.
+A chunk has a forward pass of its own, or shares one with other chunks and a decode step.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from penstock.attention.selection.selection import READ_ALL, Selection
 from penstock.attention.span_attention import LOG2_E, AttentionWindow
 from penstock.attention.streamed_reads import attend_streamed
 from penstock.kv import columns as col
+from penstock.kv.codecs.coded import Coded
 from penstock.kv.codecs.scales import Squares
 from penstock.kv.segment import KVSpan
 
@@ -49,12 +50,12 @@ class ChunkReads(Reads):
 
         Args:
             position: position of the chunk's first token.
-            last: whether the output of the layer's attention is never read, so never computed.
+            last: whether the output of the layer's attention is unused, and so never computed.
             most_joined: maximum number of tokens before the chunk to concatenate with it;
-                by default any number.
-            plans: what compiled attention shares among the layers of the chunk.
-            dtype: dtype of the stored keys and values; None for the model's own.
-            selection: choice of the tokens before the chunk that it reads.
+                by default unlimited.
+            plans: values that compiled attention shares among the layers of the chunk.
+            dtype: dtype of the stored keys and values; None for the model's.
+            selection: rule of selective attention to the tokens before the chunk.
         """
         super().__init__(layer, attention_window)
         self.device = device
@@ -69,15 +70,17 @@ class ChunkReads(Reads):
             self.choice = self.plans.setdefault(ChunkChoice, ChunkChoice(selection, row))
         self.offset: int = position
         self.values: mx.array | None = None
+        self.index: Coded | None = None
+        """Index of the chunk's keys, if it was needed to read the chunk."""
         self.squares: Squares | None = None
         """Accumulator for channel scales; None outside calibration."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Keep the chunk's keys and values, (1, kv_heads, n, dim), rounded; and return them."""
+        """Keep the chunk's keys and values, (1, kv_heads, n, dim), as `dtype`, and return them."""
         if self.dtype is not None and keys.dtype != self.dtype:
             keys, values = keys.astype(self.dtype), values.astype(self.dtype)
         self.keys, self.values = mx.contiguous(keys), mx.contiguous(values)
-        # All of the layers before is computed with them: what they had joined is let go.
+        # This also evaluates the previous layers, which frees their concatenated KV.
         mx.eval(self.keys, self.values)
         self._given = keys, values
         return keys, values
@@ -96,16 +99,48 @@ class ChunkReads(Reads):
         if self.squares is not None:
             self.squares.add(keys, queries)
         assert self.keys is not None and self.values is not None
-        if self.choice is not None and self.chooses(attention_window, self.keys.shape[2]):
-            new = self.keys, self.values
-            return self.choice.attend(self.device, self.layer, queries, new, scale, sinks)
+        begin = self._choosing_from(attention_window, self.keys.shape[2])
+        if self.choice is None or begin is None:
+            return self._attend_all(queries, attention_window, scale, sinks)
+        new, tokens = (self.keys, self.values), self.keys.shape[2]
+        if self.last:  # a choice is computed at once, and nobody reads it
+            return mx.zeros((*queries.shape[:3], new[1].shape[3]), queries.dtype)
+        if self.index is None:
+            where = *new, self.layer, self.offset, self.device
+            self.index = self.choice.selection.index.of(*where)
+        cut = max(0, begin - (tokens - queries.shape[2]))
+        chosen = self.choice.attend(
+            self.device, self.layer, queries[:, :, cut:], new, self.index, scale, sinks
+        )
+        if not cut:
+            return chosen
+        first = self._attend_all(queries[:, :, :cut], attention_window, scale, sinks, begin)
+        return mx.concatenate([first, chosen], axis=2)
+
+    def _attend_all(
+        self,
+        queries: mx.array,
+        attention_window: AttentionWindow,
+        scale: float,
+        sinks: mx.array | None,
+        tokens: int | None = None,
+    ) -> mx.array:
+        """Attend to all visible tokens.
+
+        Args:
+            tokens: number of the chunk's tokens up to the last query; None for all.
+        """
+        assert self.keys is not None and self.values is not None
         if self.streams(attention_window, self.keys.shape[2]):
-            new = self.keys, self.values
+            new = self.keys[:, :, :tokens], self.values[:, :, :tokens]
             queries_base_2 = span_attention.in_base_2(queries, scale)
             sunk = None if sinks is None else sinks * LOG2_E
             result = attend_streamed(queries_base_2, new, self.parts, self.layer, self.device, sunk)
             return result.astype(queries.dtype)
         all_keys, all_values, columns = self.joined(attention_window)
+        if tokens is not None:  # they see all in front of them, without gaps
+            end = self.offset + tokens
+            all_keys, all_values = all_keys[:, :, :end], all_values[:, :, :end]
         return self.device.prefill(
             queries,
             all_keys,
@@ -119,12 +154,15 @@ class ChunkReads(Reads):
         )
 
     def chooses(self, attention_window: AttentionWindow, tokens: int) -> bool:
-        """Return whether the queries of a chunk of `tokens` tokens select what they read."""
+        """Return whether a chunk of `tokens` tokens uses selective attention."""
+        return self._choosing_from(attention_window, tokens) is not None
+
+    def _choosing_from(self, attention_window: AttentionWindow, tokens: int) -> int | None:
         choice = self.choice
-        return choice is not None and choice.applies(self.layer, attention_window, tokens)
+        return None if choice is None else choice.begin(self.layer, attention_window, tokens)
 
     def streams(self, attention_window: AttentionWindow, tokens: int) -> bool:
-        """Return whether too many tokens are before a chunk of `tokens` to join them with it."""
+        """Return whether too many tokens precede a chunk of `tokens` tokens to concatenate them."""
         if not attention_window.sees_all(self.offset + tokens - 1):
             return False
         return bool(self.parts) and self.parts[-1].end > self.most_joined
@@ -135,8 +173,8 @@ class ChunkReads(Reads):
         """Concatenate the visible columns with the chunk's.
 
         Returns:
-            Keys and values (1, kv_heads, m, dim), and the positions of the columns, (m,), None if
-                they are 0 .. m - 1.
+            Keys and values (1, kv_heads, m, dim), and the positions of the columns, (m,), or None
+                if they are 0 .. m - 1.
         """
         assert self.keys is not None and self.values is not None
         new = self.keys, self.values
@@ -152,47 +190,41 @@ class ChunkReads(Reads):
 
 
 class MixedReads(Reads):
-    """Cache of one layer, in which each token is a row of the batch with a position of its own.
+    """Cache of one layer for a mixed pass, in which each token is a row of the batch.
 
-    First come the new tokens of each running sequence, then those of the chunk. Products and norms
-    take all of them together; attention reads each part as in a pass of its own.
+    First come the new tokens of each running sequence, then those of each chunk. Projections and
+    norms process all of them together; attention processes each part as in a pass of its own.
     """
 
     def __init__(
         self,
-        decode: DecodeReads,
-        chunk: ChunkReads,
+        parts: Sequence[DecodeReads | ChunkReads],
+        sizes: Sequence[tuple[int, int]],
         offset: mx.array,
         plans: dict[Hashable, Any],
     ) -> None:
         """Initialize the cache of a layer.
 
         Args:
-            decode: cache of the running sequences.
-            chunk: cache of the chunk.
-            offset: positions of all tokens, (rows x width + n,).
-            plans: what compiled attention shares among the layers of the pass.
+            parts: cache of the running sequences, if any, then of each chunk.
+            sizes: number of sequences of each part, and of tokens per sequence.
+            offset: positions of all tokens, (n,).
+            plans: values that compiled attention shares among the layers of the pass.
         """
-        super().__init__(decode.layer, decode.attention_window)
-        self.decode = decode
-        self.chunk = chunk
+        super().__init__(parts[0].layer, parts[0].attention_window)
+        self.parts = parts
+        self.sizes = sizes
         self.offset = offset
         self.plans = plans
         self._fetched: list[tuple[mx.array, mx.array]] = []
 
-    @property
-    def decoded_tokens(self) -> int:
-        """Number of new tokens of the running sequences."""
-        rows, width, _ = self.decode.step.size
-        return rows * width
-
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write and keep the tokens' keys and values, (tokens, kv_heads, 1, dim); return them."""
-        of_rows, of_chunk = zip(self._parts(keys), self._parts(values), strict=True)
+        """Store the tokens' keys and values, (tokens, kv_heads, 1, dim), and return them."""
+        sides = zip(self._divided(keys), self._divided(values), strict=True)
         self._fetched = [
-            self.decode.update_and_fetch(*of_rows),
-            # Copies: a view would keep the keys of all tokens.
-            self.chunk.update_and_fetch(*map(_copied, of_chunk)),
+            # Copies, because a view would keep the keys of all tokens alive.
+            part.update_and_fetch(*(map(_copied, side) if isinstance(part, ChunkReads) else side))
+            for part, side in zip(self.parts, sides, strict=True)
         ]
         self._given = keys, values
         return keys, values
@@ -208,18 +240,29 @@ class MixedReads(Reads):
     ) -> mx.array:
         """Attend as the model's own attention does: (tokens, heads, 1, d) -> (..., value_dim)."""
         self.check_given(keys, values, mask)
-        (of_rows, of_chunk), (rows, chunk) = self._parts(queries), self._fetched
-        mixed = self.decode.attend(of_rows, *rows, scale, mask, sinks)
-        read = self.chunk.attend(of_chunk, *chunk, scale, mask, sinks)
-        return mx.concatenate([_by_token(part) for part in (mixed, read)])
+        read, chunks = [], sum(isinstance(part, ChunkReads) for part in self.parts)
+        for part, own, fetched in zip(
+            self.parts, self._divided(queries), self._fetched, strict=True
+        ):
+            if isinstance(part, ChunkReads) and part.last:
+                # Unused; concatenated with the others, it would be computed.
+                result = mx.zeros((*own.shape[:3], fetched[1].shape[3]), own.dtype)
+            else:
+                result = part.attend(own, *fetched, scale, mask, sinks)
+                if chunks > 1:  # so that only one part's scores are in memory
+                    mx.eval(result)
+            read.append(_by_token(result))
+        return mx.concatenate(read)
 
-    def _parts(self, by_token: mx.array) -> tuple[mx.array, mx.array]:
-        """Divide (tokens, heads, 1, d) into (rows, heads, width, d) and (1, heads, n, d)."""
-        rows, width, _ = self.decode.step.size
+    def _divided(self, by_token: mx.array) -> list[mx.array]:
+        """Split (tokens, heads, 1, d) into one (sequences, heads, n, d) array per part."""
         heads, dim = by_token.shape[1], by_token.shape[3]
-        first, rest = by_token[: rows * width], by_token[rows * width :]
-        of_rows = first.reshape(rows, width, heads, dim).swapaxes(1, 2)
-        return of_rows, rest.reshape(1, -1, heads, dim).swapaxes(1, 2)
+        divided, start = [], 0
+        for rows, width in self.sizes:
+            part = by_token[start : start + rows * width]
+            divided.append(part.reshape(rows, width, heads, dim).swapaxes(1, 2))
+            start += rows * width
+        return divided
 
 
 def _copied(side: mx.array) -> mx.array:
@@ -229,21 +272,22 @@ def _copied(side: mx.array) -> mx.array:
 
 
 def _by_token(side: mx.array) -> mx.array:
-    """Return (b, heads, n, d) with a row for each token, (b x n, heads, 1, d)."""
+    """Reshape (b, heads, n, d) to one row per token, (b * n, heads, 1, d)."""
     _, heads, _, dim = side.shape
     return side.swapaxes(1, 2).reshape(-1, heads, 1, dim)
 
 
 def mixed_reads(
-    decode: Sequence[DecodeReads], chunk: Sequence[ChunkReads], positions: Sequence[int]
+    parts: Sequence[Sequence[DecodeReads] | Sequence[ChunkReads]],
+    sizes: Sequence[tuple[int, int]],
+    positions: Sequence[int],
 ) -> list[MixedReads]:
-    """Return the caches for a pass, one per layer.
+    """Return the caches for a mixed pass, one per layer.
 
     Args:
-        decode: caches of the running sequences.
-        chunk: caches of the chunk.
+        parts: caches of the running sequences, if any, then of each chunk.
+        sizes: number of sequences of each part, and of tokens per sequence.
         positions: positions of all new tokens.
     """
     offset, plans = mx.array(list(positions)), dict[Hashable, Any]()
-    pairs = zip(decode, chunk, strict=True)
-    return [MixedReads(of_rows, of_chunk, offset, plans) for of_rows, of_chunk in pairs]
+    return [MixedReads(layer, sizes, offset, plans) for layer in zip(*parts, strict=True)]

@@ -1,7 +1,7 @@
-"""Attention backend of this process: the operations that differ between CPU and GPU.
+"""Attention backend of this process, chosen by MLX's default device at first use.
 
-It is chosen by MLX's default device at first use. No other module queries the device or its memory.
-Both backends run on every device with equal results, up to rounding: tests run the GPU's on a CPU.
+No other module queries the device or its memory. Both backends run on every device with equal
+results, up to rounding; tests run the GPU's backend on a CPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _of_gpu() -> AttentionBackend:
 
 
 def _of_cpu() -> AttentionBackend:
-    """Return the CPU plug-in's backend, or the reference, which computes the same values."""
+    """Return the CPU plug-in's backend, or the reference backend if it is not installed."""
     backend = extension("cpu")
     if backend is None:
         logger.warning("the CPU plug-in is not installed: attention uses MLX alone and is slower")
@@ -47,7 +47,7 @@ def _of_cpu() -> AttentionBackend:
 
 @contextmanager
 def using(backend: AttentionBackend) -> Iterator[AttentionBackend]:
-    """Use another backend in a `with` block, on any device."""
+    """Replace the process's backend within a `with` block."""
     global _chosen
     before, _chosen = _chosen, backend
     try:
@@ -66,5 +66,5 @@ def device_name() -> str:
 
 
 def machine_memory() -> MachineMemory:
-    """Return the machine's memory, and the bytes recommended for MLX's device."""
+    """Return the machine's total memory, and the maximum that MLX's device recommends to use."""
     return read_machine_memory(mx.device_info())

@@ -1,6 +1,7 @@
-"""Contiguous KV for models with attention of their own: visible columns joined per layer.
+"""Contiguous KV for models whose attention cannot read spans in place.
 
-A model whose attention does not call `Reads.attend` gets a joined copy, one layer at a time.
+A model whose attention does not call `Reads.attend` gets a concatenated copy of the visible
+columns, one layer at a time.
 """
 
 from __future__ import annotations
@@ -73,11 +74,11 @@ def join_parts(
     *,
     lazily: bool = False,
 ) -> tuple[mx.array, mx.array, mx.array | None]:
-    """Return keys and values of the visible cached columns and the new ones, and their positions.
+    """Concatenate the visible cached columns with the new ones; return keys, values and positions.
 
     The positions are None if they are 0 .. m - 1. Codes are dequantized and evaluated piece by
-    piece to limit working memory; with `lazily`, in one unevaluated operation that costs nothing if
-    the result is not used.
+    piece to limit working memory; with `lazily` nothing is evaluated, which costs nothing if the
+    result is not used.
     """
     nearest = attention_window.starts_at(position)
     pieces: list[ColumnRange] = []
@@ -98,7 +99,7 @@ def join_parts(
 
 
 def _aligned(segment: Segment, layer: int, start: int, stop: int) -> list[ColumnRange]:
-    """Split columns into ranges, of which the longest is aligned to the codecs' spans."""
+    """Split columns so that all but the ends are aligned to the codecs' spans."""
     coded = (side for side in segment.layers[layer] if isinstance(side, Coded))
     span = max((side.codec.span for side in coded), default=1)
     first = min(stop, -(-start // span) * span)
@@ -125,11 +126,11 @@ def _positions(spans: Sequence[tuple[int, int]]) -> mx.array | None:
 
 
 class JoinedReads:
-    """Cache of one layer and sequence with joined KV, for models that need it contiguous.
+    """Cache of one layer and sequence that returns contiguous KV.
 
     Implements the protocol of mlx-lm's plain cache; masks are arrays or "causal". Models with
-    sparse attention also read and replace `keys` and `values`, here of the new tokens only, to have
-    them evaluated.
+    sparse attention also read and replace `keys` and `values`, here those of the new tokens only,
+    so that they are evaluated.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class JoinedReads:
         self.values: mx.array | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store the new tokens, and return the KV of all visible ones."""
+        """Store the KV of the new tokens, and return that of all visible tokens."""
         if self.tail is None:
             self.keys, self.values = mx.contiguous(keys), mx.contiguous(values)
             mx.eval(self.keys, self.values)  # as in ChunkReads: one layer at a time
@@ -168,7 +169,7 @@ class JoinedReads:
         used = 0 if self.tail is None else self.tail[2]
         return min(
             self.attention_window.starts_at(self.offset), self.offset - used
-        )  # a tail is read whole
+        )  # a tail is read in full
 
     def maybe_trim_front(self) -> None:
         """Do nothing: invisible columns are never joined."""
@@ -181,7 +182,7 @@ class JoinedReads:
         else:
             assert self.keys is not None and self.values is not None
             new = self.keys, self.values
-        # Lazily: a layer whose output is unread is never computed, and rows are computed together.
+        # Lazily, so that unused layers are never computed, and rows are computed together.
         return join_parts(
             self.parts, self.layer, self.attention_window, self.offset, new, self.ops, lazily=True
         )[:2]
@@ -203,7 +204,7 @@ class JoinedReads:
             return None if n == 1 else "causal"
         tail_seen = attention_window.starts_at(self.offset) <= max(begins, attention_window.keep)
         if not as_array and n == 1 and attention_window == self.attention_window and tail_seen:
-            return None  # the parts were joined as far as they are seen
+            return None  # only visible columns were concatenated
         nearest = self.attention_window.starts_at(self.offset)
         spans = [
             s

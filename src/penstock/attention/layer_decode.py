@@ -62,10 +62,10 @@ class LayerDecode:
     def _by_row(
         self, queries: mx.array, chosen: Mapping[int, mx.array], sinks: mx.array | None
     ) -> mx.array:
-        """Process each row separately, with selective attention or with all of its parts.
+        """Process each row separately, with selective attention or in full.
 
         Args:
-            queries: queries of all rows, in base 2.
+            queries: queries of all rows, scaled for base 2.
             chosen: outputs of new tokens with selective attention, by index.
             sinks: attention sinks in base 2.
         """
@@ -92,7 +92,7 @@ class LayerDecode:
         row: DecodeRow,
         sinks: mx.array | None,
     ) -> mx.array:
-        """Attend to all parts of a row separately, for instance to spilled ones."""
+        """Attend to all parts of one row, which may be spilled."""
         apart = self.step.is_apart(row, self.layer)
         if apart and self.step.streams(row, self.window):
             tail = self.step.tails.read_block(self.layer, row.slot, 1, row.tail + queries.shape[2])
@@ -136,7 +136,7 @@ class LayerDecode:
         stacked = span_attention.grouped(queries, tail[0].shape[1])
         if seen is not None and width > 1:
             seen = mx.tile(seen, (stacked.shape[1] // width, 1))
-        # One row multiplies better with all threads of BLAS, which codes are not multiplied by.
+        # One row is faster with all threads of BLAS, but products with codes do not use BLAS.
         with self.device.lane(None if span_attention.mostly_coded(keys) else 0):
             part = self.device.attend_decode(
                 stacked, [*keys, tail[0].squeeze(0)], [*values, tail[1].squeeze(0)], seen
@@ -147,7 +147,7 @@ class LayerDecode:
     def together(
         self, queries: mx.array, layout: AttentionPlan, sinks: mx.array | None
     ) -> mx.array:
-        """Attend to shared parts once, to others row by row, and to all tails in one product."""
+        """Attend to each shared part once, and to all tails in one product."""
         b, heads = queries.shape[:2]
         tails, columns = self.step.tails, layout.tail_columns
         if self.step.neighbors:
@@ -161,7 +161,7 @@ class LayerDecode:
         stacked = span_attention.grouped(queries, kv_heads)
         partials = [self._tail_partial(queries, tail_keys, tail_values, layout)]
         before = [partials[0].mixed] * self.device.lanes
-        """Last result of each lane so far; codes of the next read are decoded after it."""
+        """Last result of each lane; the codes of its next read are decoded only after it."""
         for level in layout.levels:
             parts_read: list[Partial] = []
             row = 0
@@ -173,7 +173,7 @@ class LayerDecode:
                     parts_read.append(self._shared_partial(stacked, shared, r, before[place]))
                 if len(level) > 1:
                     before[place] = parts_read[-1].mixed
-                else:  # it may have had all lanes
+                else:  # it may have used all lanes
                     before = [parts_read[-1].mixed] * self.device.lanes
                 row = shared.last
             if row < b:
@@ -214,7 +214,7 @@ class LayerDecode:
 def _seen_alone(
     shared_reads: Sequence[SharedRead], layout: AttentionPlan, tail: int, width: int
 ) -> mx.array | None:
-    """Return a (width, columns) mask of the columns read and the tail; None if all are visible."""
+    """Return a (width, columns) mask of the parts and the tail; None if all columns are visible."""
     if layout.tail_seen is None and all(shared.seen is None for shared in shared_reads):
         return None
     masks = []
@@ -227,7 +227,7 @@ def _seen_alone(
 
 
 def _for_stacked(seen: mx.array, r: int) -> mx.array:
-    """Convert row masks (b, width, columns) to stacked queries, (1, b*r, columns).
+    """Expand row masks (b, width, columns) to stacked queries, (1, b * r, columns).
 
     The r stacked queries of a row are its query heads of one KV head, each with all new tokens.
     """
@@ -237,7 +237,7 @@ def _for_stacked(seen: mx.array, r: int) -> mx.array:
 
 
 def _sunk(sinks: mx.array, kv_heads: int, b: int, width: int) -> mx.array:
-    """Convert the sinks of all heads to stacked queries, (kv_heads, rows, 1)."""
+    """Expand the sinks of all heads to stacked queries, (kv_heads, rows, 1)."""
     by_head = sinks.reshape(kv_heads, 1, -1, 1)
     expanded = mx.broadcast_to(by_head, (kv_heads, b, by_head.shape[2], width))
     return expanded.reshape(kv_heads, -1, 1)

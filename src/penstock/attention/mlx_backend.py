@@ -1,4 +1,4 @@
-"""Attention with MLX's operations: backend of Metal and CUDA, reference for all devices."""
+"""Attention with MLX's operations: the backend for GPUs, and the reference for all devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.attention.span_attention import AttentionWindow
 
 
 class MLXBackend(AttentionBackend):
-    """Attention with MLX's operations on spans in place; results are equal on all devices."""
+    """Attention with MLX's operations, reading spans in place."""
 
     @property
     def memory(self) -> AttentionMemory:
@@ -50,7 +50,7 @@ class MLXBackend(AttentionBackend):
         sinks: mx.array | None = None,
         eager: bool = False,
     ) -> mx.array:
-        """See `AttentionBackend`; nothing is evaluated yet."""
+        """See `AttentionBackend.prefill`; nothing is evaluated, even if `eager`."""
         n, m = queries.shape[2], keys.shape[2]
         mask: mx.array | str = "causal"
         if columns is not None or not attention_window.sees_all(start + n - 1):
@@ -73,12 +73,12 @@ class MLXBackend(AttentionBackend):
         return nullcontext()
 
     def reads_together(self, rows: int, width: int, tokens: int) -> bool:
-        """Return whether there are several rows."""
+        """Return whether there is more than one row."""
         return rows > 1
 
 
 class KernelCaller(Protocol):
-    """Replacement for the GPU that runs kernels in tests."""
+    """Callable that runs kernels in place of the GPU, in tests."""
 
     @property
     def target(self) -> str:
@@ -96,4 +96,4 @@ class GPUBackend(MLXBackend):
     kernel_language: str | None = None
     """Kernel language of this device, "metal" or "cuda"; None if kernels cannot be compiled."""
     call_kernel: KernelCaller | None = None
-    """Replacement for the GPU that runs our kernels in tests."""
+    """Runs kernels in place of the GPU, in tests."""

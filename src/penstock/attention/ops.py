@@ -56,12 +56,12 @@ class AttentionOps(CodeOps):
         tasks: Sequence[_Task],
         meanwhile: Callable[[], object] | None = None,
     ) -> list[_Result]:
-        """Map a function over tasks, on one thread per lane.
+        """Return the results of a function for each task, computed by one thread per lane.
 
         Args:
-            function: may run in another thread, and must not use MLX then.
+            function: must not use MLX if there are several lanes, as it runs in other threads.
             tasks: arguments of the calls.
-            meanwhile: callback to run once in this thread while others start.
+            meanwhile: callback to run once in this thread while the others start.
         """
         if meanwhile is not None:
             meanwhile()

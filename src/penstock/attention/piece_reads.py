@@ -22,10 +22,10 @@ Arrays: TypeAlias = Sequence[HostSide]
 
 
 class PieceReads:
-    """Attends to pieces with MLX's operations.
+    """Attention of query groups to one piece at a time, with MLX's operations.
 
     Args:
-        stacked: query groups in base 2, (kv_heads, rows, d) each, see `grouped`.
+        stacked: query groups scaled for base 2, (kv_heads, rows, d) each, see `grouped`.
     """
 
     def __init__(self, ops: AttentionOps, stacked: Sequence[mx.array]) -> None:
@@ -40,13 +40,14 @@ class PieceReads:
         seen: Mapping[int, Booleans | None],
         meanwhile: Callable[[], object] | None = None,
     ) -> None:
-        """Attend to a piece; evaluated on return.
+        """Attend to a piece and merge the result with those before, evaluated.
 
         Args:
             keys: consecutive parts of the piece, (kv_heads, columns, d) each.
             values: values of the same parts, (kv_heads, columns, value_dim) each.
-            seen: mask of each group that reads the piece, (rows, columns); None for all columns.
-            meanwhile: callback to run once while a lane is busy.
+            seen: mask of each group that reads the piece, (rows, columns), by group index; None
+                if all columns are visible.
+            meanwhile: callback to run once during the computation.
         """
         if meanwhile is not None:
             meanwhile()

@@ -1,8 +1,8 @@
-"""Cache objects passed to the model for one step: write to tails, attend to spans.
+"""Cache objects passed to the model for one step, which write to tails and attend to spans.
 
 There is one object per layer and forward pass. It implements the part of mlx-lm's cache protocol
 that attention needs (`offset`, `update_and_fetch`, `make_mask`). `update_and_fetch` returns only
-the keys and values of the new tokens; `attend` reads the others in place.
+the keys and values of the new tokens; `attend` reads the cached ones in place.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from penstock.attention.span_attention import AttentionWindow
 
 @dataclass(frozen=True, slots=True)
 class MaskRequest:
-    """Mask placeholder: the model passes it to attention, which computes visibility itself.
+    """Mask placeholder that the model passes on to attention, which computes visibility itself.
 
-    A model that uses it in any other way fails its self-test, and gets joined KV instead.
+    A model that uses it in any other way fails its self-test, and reads contiguous KV instead.
     """
 
     window: int | None
 
 
 class Reads:
-    """Cache of one layer for one step, read in place; patched attention recognizes its class."""
+    """Cache of one layer for one step, read in place; patched attention recognizes this class."""
 
     offset: mx.array | int
     keys: mx.array | None = None
-    """Keys of the new tokens. A pipeline-parallel model replaces them by an equal array that
-    depends on the array it sends, so that both are evaluated."""
+    """Keys of the new tokens. A pipeline-parallel model replaces them with an equal array that
+    depends on the array that it sends, so that both are evaluated."""
 
     def __init__(self, layer: int, attention_window: AttentionWindow) -> None:
         self.layer = layer
@@ -43,7 +43,7 @@ class Reads:
     def make_mask(
         self, n: int, return_array: bool = False, window_size: int | None = None
     ) -> MaskRequest:
-        """Return the mask placeholder for `attend`."""
+        """Return the mask placeholder for `attend`; TypeError if the model needs an array."""
         if return_array:
             raise TypeError("this model computes with masks; it needs joined keys and values")
         return MaskRequest(window_size)
@@ -65,7 +65,7 @@ class Reads:
         raise NotImplementedError
 
     def check_given(self, keys: object, values: object, mask: object) -> AttentionWindow:
-        """Raise TypeError unless keys, values and mask came from this object."""
+        """Return the window to use; raise TypeError unless all arguments came from this object."""
         if self._given is None or keys is not self._given[0] or values is not self._given[1]:
             raise TypeError("this model changes keys or values after they were cached")
         if not isinstance(mask, MaskRequest):
@@ -74,7 +74,7 @@ class Reads:
 
 
 class DecodeReads(Reads):
-    """Cache of one layer in a decode step, which appends to each row's tail, usually one token."""
+    """Cache of one layer in a decode step, which appends new tokens to each row's tail."""
 
     def __init__(self, step: DecodeStep, layer: int, attention_window: AttentionWindow) -> None:
         super().__init__(layer, attention_window)
@@ -83,9 +83,9 @@ class DecodeReads(Reads):
         self.offset = step.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write the rows' tokens, (b, kv_heads, width, dim), after their tails; return them.
+        """Append the new tokens' KV, (b, kv_heads, width, dim), to the tails, and return it.
 
-        They are rounded to the tails' dtype.
+        It is rounded to the tails' dtype.
         """
         step = self.step
         dtype = step.tails.shapes[self.layer].dtype

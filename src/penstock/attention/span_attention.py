@@ -1,4 +1,4 @@
-"""Exact attention over non-contiguous parts, without joining them first.
+"""Exact attention over non-contiguous parts, without concatenating them.
 
 The KV of a sequence consists of parts: segments of the prefix tree, own spans and the tail. Each
 part is scored separately, and the partial results are merged by running maximum and sum of the
@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeAlias
 import mlx.core as mx
 
 ALL_TOKENS = 2**62
-"""More tokens than any sequence has."""
+"""Number larger than the length of any sequence, for "no limit"."""
 LOG2_E = log2(2.718281828459045)
 MASKED = -1e30
 """Score of a masked column; finite, so that no difference of two scores is NaN."""
@@ -37,27 +37,27 @@ class Arithmetic(Protocol):
 
 
 class CodedReader(Protocol):
-    """The part of a codec that attention uses."""
+    """Methods of a codec with which attention reads encoded KV without decoding it."""
 
     def transform_query(self, queries: mx.array, /) -> mx.array:
         """Transform queries (heads, m, dim) for products with the codes of keys."""
 
     def inverse_transform(self, mixed: mx.array, dim: int, /) -> mx.array:
-        """Transform a weighted sum of codes back to values (heads, m, dim)."""
+        """Transform a result of `mix` back to values (heads, m, dim)."""
 
     def score(self, queries: mx.array, coded: Any, ops: Any, /) -> mx.array:
         """Multiply transformed queries with keys: (heads, m, tokens)."""
 
     def mix(self, weights: mx.array, coded: Any, ops: Any, /) -> mx.array:
-        """Return the sum of values weighted by (heads, m, tokens)."""
+        """Sum encoded values with weights (heads, m, tokens); see `inverse_transform`."""
 
 
 class CodedSide(Protocol):
-    """Encoded keys or values, as attention uses them."""
+    """Interface of encoded keys or values that attention can read."""
 
     @property
     def codec(self) -> CodedReader:
-        """Codec of the codes."""
+        """Codec that scores and mixes this side."""
 
     @property
     def dim(self) -> int:
@@ -68,10 +68,10 @@ class CodedSide(Protocol):
         """Number of tokens."""
 
     def of_heads(self, start: int, stop: int) -> CodedSide:
-        """Return the heads `start..stop - 1` as a view."""
+        """Return a view of the heads `start..stop - 1`."""
 
     def after(self, earlier: mx.array) -> CodedSide:
-        """Return this side with a dependency on `earlier`."""
+        """Return this side, to be evaluated only after `earlier`."""
 
 
 KVData: TypeAlias = mx.array | CodedSide
@@ -80,17 +80,16 @@ KVData: TypeAlias = mx.array | CodedSide
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """Visible columns of a query at `position`: the last `window` and the first `keep`.
+    """Columns visible to a query: the last `window` up to its own, and the first `keep`.
 
-    Columns after the query are never visible. `window` includes the query's own column; None means
-    all columns before.
+    Columns after the query are never visible. If `window` is None, all others are.
     """
 
     window: int | None = None
     keep: int = 0
 
     def starts_at(self, position: int) -> int:
-        """Return the first visible column after the kept ones."""
+        """Return the first column of the window of a query at `position`."""
         return 0 if self.window is None else max(0, position - self.window + 1)
 
     def sees_all(self, position: int) -> bool:
@@ -98,9 +97,9 @@ class AttentionWindow:
         return self.starts_at(position) <= self.keep
 
     def within(self, window: int | None) -> AttentionWindow:
-        """Return this window narrowed by the window of a mask that the model requests.
+        """Return this window, narrowed to the window of a mask that the model requests.
 
-        A narrower window also hides the kept tokens, as in rotating caches.
+        A narrower window also hides the first `keep` tokens, as mlx-lm's rotating caches do.
         """
         if window is None or (self.window is not None and self.window <= window):
             return self
@@ -118,10 +117,12 @@ class AttentionWindow:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Unnormalized attention over some of the columns, in float32.
+    """Unnormalized attention over a part of the columns, in float32.
 
-    top: (..., 1), the largest score; total: (..., 1), the sum of 2^(score - top); mixed: (...,
-    value_dim), the sum of the values with these weights.
+    Attributes:
+        top: largest score, (..., 1).
+        total: sum of the weights 2^(score - top), (..., 1).
+        mixed: sum of the values with these weights, (..., value_dim).
     """
 
     top: mx.array
@@ -130,7 +131,7 @@ class Partial:
 
 
 def in_base_2(queries: mx.array, scale: float) -> mx.array:
-    """Scale queries so that `score` returns exponents of 2."""
+    """Scale queries so that `score` returns scores in base 2."""
     return queries * (scale * LOG2_E if queries.dtype == mx.float32 else scale)
 
 
@@ -156,7 +157,7 @@ def ungrouped(stacked: mx.array, b: int, heads: int) -> mx.array:
 def weigh(scores: mx.array, device: Arithmetic) -> tuple[mx.array, mx.array, mx.array]:
     """Convert scores (..., n) to their maximum, weights 2^(score - maximum), and the weights' sum.
 
-    The sum is a matrix product with ones: four times as fast as a reduction on the CPU.
+    The sum is a product with a matrix of ones, four times as fast as a reduction on the CPU.
     """
     top = _largest(scores)
     weights = device.exp2(scores - top)
@@ -164,7 +165,7 @@ def weigh(scores: mx.array, device: Arithmetic) -> tuple[mx.array, mx.array, mx.
 
 
 def _largest(scores: mx.array) -> mx.array:
-    """Return the maximum over the last axis, (..., 1); reducing columns is twice as fast."""
+    """Return the maximum over the last axis, (..., 1), in two reductions, which is faster."""
     *rows, n = scores.shape
     if n >= 1024 and n % 64 == 0:
         scores = mx.max(scores.reshape(*rows, n // 64, 64), axis=-2)
@@ -179,8 +180,8 @@ def score(
 ) -> mx.array:
     """Score queries (..., m, d) against keys (..., n_i, d): (..., m, sum n_i), float32, base 2.
 
-    In half precision only the matrix product is rounded, not the softmax. Codes are read one part
-    at a time, and after `after`.
+    In half precision only the matrix product is rounded, not the softmax. Encoded parts are read
+    one at a time, the first after `after`.
     """
     products: list[mx.array] = []
     codec, queries = None, stacked
@@ -206,8 +207,8 @@ def mix(
 ) -> mx.array:
     """Sum values (..., n_i, d) with float32 weights (..., m, sum n_i): (..., m, d), float32.
 
-    total: sums of the weights. For float16 values, weights are normalized before the product, which
-    would overflow otherwise.
+    For float16 values the weights are divided by their sum `total` during the product, which could
+    overflow otherwise.
     """
     sums: list[mx.array] = []
     codec, mixed, dim = None, None, 0
@@ -265,7 +266,7 @@ def attend(
     after: mx.array | None,
     device: Arithmetic,
 ) -> Partial:
-    """Let stacked queries attend to consecutive parts, see `AttentionOps.attend_decode`."""
+    """Attend to consecutive parts under one softmax; see `AttentionOps.attend_decode`."""
     scores = score(stacked, keys, device, after)
     if seen is not None:
         scores = mx.where(seen, scores, MASKED)
@@ -277,15 +278,15 @@ def merged(parts: Sequence[Partial], sinks: mx.array | None = None) -> mx.array:
     """Merge partial results over disjoint columns into the attention output, float32.
 
     Args:
-        sinks: scores in base 2 that take part in the softmax without a value, broadcastable to
-            (..., 1); gpt-oss has one per head.
+        sinks: scores in base 2 that count in the softmax but have no value, broadcastable to
+            (..., 1).
     """
     whole = parts[0] if len(parts) == 1 and sinks is None else together(*parts, sinks=sinks)
     return whole.mixed / whole.total
 
 
 def together(*parts: Partial, sinks: mx.array | None = None) -> Partial:
-    """Merge partial results over disjoint columns; see `merged`."""
+    """Merge partial results over disjoint columns into one; see `merged` for `sinks`."""
     top = parts[0].top if sinks is None else mx.maximum(parts[0].top, sinks)
     for part in parts[1:]:
         top = mx.maximum(top, part.top)
@@ -302,7 +303,7 @@ def together(*parts: Partial, sinks: mx.array | None = None) -> Partial:
 def seen_by_chunk(
     attention_window: AttentionWindow, start: int, n: int, m: int, columns: mx.array | None
 ) -> mx.array:
-    """Return the mask of queries from `start` on, (n, m) bool; the last query owns column m - 1."""
+    """Return the (n, m) mask of n queries from `start` on; `columns` defaults to the last m."""
     if columns is None:
         columns = mx.arange(start + n - m, start + n)
     return attention_window.mask(mx.arange(start, start + n), columns)

@@ -1,7 +1,7 @@
-"""Streamed attention for chunks far into a prompt: reads the context piece by piece.
+"""Streamed attention to long contexts, which reads KV piece by piece.
 
-Results over the pieces are merged by running maximum and sum of the softmax, as in flash attention.
-So only one piece of KV from a cold tier is in memory at a time.
+Results over the pieces are merged by running maximum and sum of the softmax, as in flash attention,
+so only one piece of KV from a cold tier has to be in memory.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def attend_streamed(
     """Attend to all cached columns and to the new ones: (1, heads, n, value_dim), float32.
 
     Args:
-        queries: queries of the last `n` new tokens, in base 2, (1, heads, n, dim).
+        queries: queries of the last n new tokens, scaled for base 2, (1, heads, n, dim).
         new: keys and values of the new tokens, (1, kv_heads, tokens, dim) each.
-        parts: spans before them, all visible.
-        sinks: attention sinks of the heads, in base 2, (heads,).
+        parts: cached spans before the new tokens, all visible.
+        sinks: attention sinks in base 2, (heads,).
     """
     heads, n = queries.shape[1:3]
     kv_heads, tokens = new[0].shape[1:3]
-    # As many queries as fit into the scores computed at a time.
+    # As many queries as `scores_at_once` allows.
     step = max(1, device.scores_at_once // (heads * STREAMED_TOKENS))
     count = -(-n // step)
     step = -(-n // (count + count % 2)) if count > 1 else n  # an even number, for two lanes

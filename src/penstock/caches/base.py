@@ -1,4 +1,4 @@
-"""Base classes of layer caches: input checks, allocation and memory accounting."""
+"""Base classes of layer caches: input validation, allocation and memory accounting."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class LayerCache:
     keys: Side | None = None
     values: Side | None = None
     growths: int = 0
-    """Number of updates that replaced the allocated buffers by a larger copy."""
+    """Number of updates that replaced the buffers with a larger copy."""
     read_by_others: bool = False
     """Whether later layers call `keys_and_values()` of this cache (Gemma 3n, AFM 7).
 
-    After a chunk past the end of a window, these layers need the columns that its queries saw.
-    They are kept until the next update, or until the state is read, as mlx-lm does. Not part of the
-    state: set it again after loading from a file."""
+    After a chunk that overflows a window, these layers need all columns that its queries saw. These
+    are kept until the next update, or until the state is read, as in mlx-lm. Not part of the state:
+    set it again after loading from a file."""
     carried: ClassVar[tuple[str, ...]] = ()
-    """Settings copied when caches are merged into a batch or extracted from one."""
+    """Names of the settings copied when caches are merged into a batch or extracted from one."""
     _capacity: int | None = None
     _shape: tuple[Any, ...] | None = None
     _roomy: bool = False
@@ -47,7 +47,7 @@ class LayerCache:
 
     @classmethod
     def from_state(cls: type[Self], state: Any) -> Self:
-        """Create a cache from a `state` without calling `__init__`."""
+        """Create a cache from the `state` of another, without calling `__init__`."""
         cache = cls.__new__(cls)
         cache.state = state
         return cache
@@ -66,7 +66,7 @@ class LayerCache:
         return cache
 
     def _widen(self, other: LayerCache) -> None:
-        """Adopt the larger capacity when another row is added; None means `max_size`."""
+        """Adopt the larger capacity when rows of `other` are added; None means `max_size`."""
         self.read_by_others |= other.read_by_others
         if self._capacity is not None:
             larger = max(self._capacity, other._capacity or 0)
@@ -74,7 +74,7 @@ class LayerCache:
 
     @property
     def state(self) -> Any:
-        """State in mlx-lm 0.32.2's order: whole buffers, then settings."""
+        """State in the order of mlx-lm 0.32.2: buffers in full, then settings."""
         return self._state()
 
     @state.setter
@@ -85,18 +85,18 @@ class LayerCache:
         return self.keys, self.values
 
     def _restore(self, state: Sequence[Any]) -> None:
-        """Restore a `_state`, possibly read from a file, which turns tuples into lists."""
+        """Restore a result of `_state`; a file turns its tuples into lists."""
         keys, values = state
         self.keys = tuple(keys) if isinstance(keys, list) else keys
         self.values = tuple(values) if isinstance(values, list) else values
         self._repacked()
-        # The state has the allocated capacity, not the requested one: growth continues from
-        # it, instead of allocating a whole window for a short sequence.
+        # The state has only the allocated capacity, not the requested one. Growth continues from
+        # it, so that a short sequence does not allocate a whole window.
         self._capacity = self._rounded(col.columns(self.keys)) or None
 
     @property
     def capacity(self) -> int:
-        """Columns allocated per row; before the first update, the capacity requested."""
+        """Number of columns allocated per row; before the first update, the number requested."""
         return col.columns(self.keys) or self._capacity or 0
 
     @property
@@ -110,7 +110,7 @@ class LayerCache:
         return keys, values
 
     def _accept(self, keys: mx.array, values: mx.array) -> int:
-        """Return the number of tokens; raise if arrays and cache do not match."""
+        """Return the number of new tokens; raise an error if the arrays do not fit the cache."""
         try:
             shape = (keys.shape, values.shape, keys.dtype, values.dtype)
         except AttributeError:
@@ -135,7 +135,7 @@ class LayerCache:
             if len(shape) != 4:
                 raise ValueError(f"{name} must be (batch, kv_heads, tokens, head_dim), not {shape}")
             if 0 in shape[:2]:
-                raise ValueError(f"{name} {shape} has no batch or no heads")
+                raise ValueError(f"{name} {shape} must have at least one row and one head")
         if keys[:3] != values[:3]:
             raise ValueError(f"values {values} must have the batch, heads and tokens of {keys}")
         dtypes = (("keys", key_dtype), ("values", value_dtype))
@@ -157,14 +157,14 @@ class LayerCache:
     def _accept_widths(self, key_width: int, value_width: int) -> None: ...
 
     def _held_shape(self) -> tuple[Any, ...] | None:
-        """Return (batch, kv_heads, key width, value width, two dtypes) of the cached columns."""
+        """Return (batch, kv_heads, key dim, value dim, key dtype, value dtype); None if empty."""
         if self.keys is None or self.values is None:
             return None
         key, value = col.arrays(self.keys)[0], col.arrays(self.values)[0]
         return (*key.shape[:2], key.shape[3], value.shape[3], key.dtype, value.dtype)
 
     def _room_for(self, needed: int, allocated: int) -> int:
-        """Return the number of columns to allocate for `needed`, `allocated` being too few."""
+        """Return the number of columns to allocate if `needed` exceeds `allocated`."""
         if allocated == 0 and self._capacity is not None and needed <= self._capacity:
             return self._capacity
         spare = max(self.step, allocated // 4) if allocated else 0
@@ -174,10 +174,10 @@ class LayerCache:
         return -(-count // self.step) * self.step
 
     def _make_room(self, needed: int, used: int, like: tuple[Side, Side]) -> None:
-        """Allocate buffers, or replace them by larger ones, so that `needed` columns exist.
+        """Allocate buffers, or replace them with larger ones, so that `needed` columns exist.
 
         The first `used` columns are copied, keys before values, so only one old buffer is alive.
-        The first update allocates even for no tokens.
+        The first update allocates even if it has no tokens.
         """
         allocated, needed = col.columns(self.keys), max(1, needed)
         if needed <= allocated:
@@ -192,19 +192,19 @@ class LayerCache:
         self._roomy = True
 
     def allocated(self, capacity: int) -> None:
-        """Mark the buffers as allocated with an explicit `capacity`, in columns."""
+        """Record that the buffers were allocated with `capacity` columns."""
         self._capacity, self._roomy = capacity, True
 
     def _repacked(self) -> None:
-        """Record that the buffers were replaced, with exactly the columns in use."""
+        """Record that the buffers were replaced by ones with exactly the columns in use."""
         self._shape, self._roomy = None, False
 
     def _write(self, start: int, new: tuple[Side, Side], row: int | None = None) -> None:
-        """Write columns from `start`, for all rows or from `row` on, into allocated columns."""
+        """Write columns from `start` on to the buffers, for all rows or from `row` on."""
         keys, values = self.keys, self.values
         sides: Any = (keys, values, *new)
         if start and row is None and isinstance(keys, mx.array) and isinstance(values, mx.array):
-            # Hot path, run for each token and layer: `col.write` inlined.
+            # Hot path, run for each token and layer; inlines `col.write`.
             keys, values, new_keys, new_values = sides
             stop = start + new_keys.shape[2]
             keys[:, :, start:stop] = new_keys
@@ -215,12 +215,12 @@ class LayerCache:
 
     def _held(self) -> tuple[Side, Side]:
         if self.keys is None or self.values is None:
-            raise ValueError("the cache is empty: nothing was written yet")
+            raise ValueError("the cache is empty")
         return self.keys, self.values
 
 
 def check_floating(name: str, dtype: mx.Dtype) -> None:
-    """Raise TypeError unless the dtype can be encoded."""
+    """Raise TypeError unless the dtype is floating point."""
     if not mx.issubdtype(dtype, mx.floating):
         raise TypeError(f"{name} must be floating point to be encoded, not {dtype}")
 
@@ -233,7 +233,7 @@ class Bounded(LayerCache):
 
     @property
     def capacity(self) -> int:
-        """Columns allocated per row; before the first update, those it will allocate."""
+        """Number of columns allocated per row; before the first update, the number to allocate."""
         return col.columns(self.keys) or min(self._capacity or self.max_size, self.max_size)
 
     def _room_for(self, needed: int, allocated: int) -> int:
@@ -243,7 +243,7 @@ class Bounded(LayerCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, including a chunk that other layers may still read."""
+        """Bytes allocated, including columns kept for other layers; see `read_by_others`."""
         return super().nbytes + col.nbytes(*(self._chunk or ()))
 
     def _state(self) -> tuple[Any, ...]:
@@ -275,7 +275,7 @@ class Batch(LayerCache):
         self._widen(other)
 
     def _lay(self, sources: Iterable[tuple[int, Any]], end: int, pieces: Pieces) -> None:
-        """Copy caches, starting at the given rows, into buffers of `end` columns."""
+        """Copy caches to new buffers of `end` columns; `sources` has the first row of each."""
         sources = list(sources)
         for name in ("keys", "values"):
             parts = [
@@ -289,7 +289,7 @@ class Batch(LayerCache):
 
 
 class Padded(Batch):
-    """A batch in which row i's first token is in column `_pads[i]`, in order of time."""
+    """A left-padded batch: the tokens of row i start at column `_pads[i]`, in order."""
 
     _pads: list[int]
 
@@ -299,7 +299,7 @@ class Padded(Batch):
 
     @property
     def left_padding(self) -> mx.array:
-        """Columns before each row's first token; (batch,) int32; 0 or less if there are none."""
+        """Number of padding columns of each row, (batch,) int32; 0 or less for none."""
         return mx.array(self._pads, mx.int32)
 
     def _pad_more(self, left_padding: Sequence[int]) -> None:
@@ -309,7 +309,7 @@ class Padded(Batch):
         self._pad([pad + by for pad, by in zip(self._pads, more, strict=True)])
 
     def _turned(self, shifts: list[int]) -> None:
-        """Update the counts after row i's last `shifts[i]` columns, padding, moved to the front."""
+        """Update the counts after `shifts[i]` padding columns of row i moved from end to front."""
         self._pads = [pad + by for pad, by in zip(self._pads, shifts, strict=True)]
         self._tokens = [position - by for position, by in zip(self._tokens, shifts, strict=True)]
 
@@ -322,7 +322,7 @@ class Padded(Batch):
 def ends_of(
     tokens: Iterable[int], lengths: Sequence[int] | None, right_padding: Sequence[int] | None
 ) -> list[int] | None:
-    """Return the position where each right-padded prompt ends; None without padding."""
+    """Return the position at which each right-padded prompt ends; None if there is no padding."""
     if right_padding is None or max(ints(right_padding)) <= 0:
         return None
     if lengths is None:
@@ -331,7 +331,10 @@ def ends_of(
 
 
 def agree(what: str, caches: Sequence[LayerCache]) -> None:
-    """Raise ValueError unless `caches` share class, settings and shapes."""
+    """Raise ValueError unless `caches` have the same class, settings and shapes.
+
+    The message starts with `what`, the operation.
+    """
     if not caches:
         raise ValueError(f"{what} needs at least one cache")
     first = caches[0]
@@ -352,7 +355,7 @@ def agree(what: str, caches: Sequence[LayerCache]) -> None:
 
 
 def batch_of(kind: type[Other], caches: Sequence[LayerCache]) -> Other:
-    """Make a bare batch with the settings that all `caches` share, or raise ValueError."""
+    """Create an empty batch with the settings of `caches`; ValueError if they differ."""
     agree("merge", caches)
     batch = caches[0]._sibling(kind)
     for cache in caches:

@@ -1,13 +1,13 @@
-"""Caches of tokens encoded by a codec and read in place, for mlx-lm's loops, single or batched.
+"""Caches of KV encoded by a codec and read in place, for mlx-lm's loops, single or batched.
 
     head  [ first tokens, raw ]  codes  [ whole blocks of 64, coded ]  tail  [ 64 at most, raw ]
 
 A sequence shorter than `min_quantize_tokens` is entirely in the head and the tail. Once it is
-longer, the head is encoded, too, except for `raw_first_tokens`.
+longer, the head is encoded too, except for `raw_first_tokens`.
 
 A chunk attends to itself in full precision, and to earlier tokens dequantized, one layer at a
-time; then it is encoded. A single token is written to the tail. After `penstock.attach(model)`, it
-reads the codes in place; otherwise they are dequantized, with equal results but slower.
+time; then it is encoded. A single token is written to the tail. It attends to the codes in place
+after `penstock.attach(model)`; otherwise they are dequantized, which is slower.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from penstock.kv.quantization import FORMAT, QuantizationRule
 from penstock.kv.segment import Layer
 
 _ALL = 2**30
-"""More tokens than any cache holds."""
+"""Number larger than that of any cache's tokens."""
 
 
 class TurboQuant(LayerCache):
-    """Base of single and batched codec caches, which are read in place or dequantized."""
+    """Base class of codec caches, for one sequence or a batch."""
 
     _given: tuple[ref[mx.array], ref[mx.array]] | None = None
-    """Weak references to the keys and values the model attends to next. Only the model keeps them
-    alive, since they may be the whole sequence, dequantized."""
+    """Weak references to the keys and values returned last. Only the model keeps them alive, since
+    they may be the whole sequence, dequantized."""
     _in_place = False
-    """Whether the model has attended to a single token through `attend`."""
+    """Whether the model has called `attend` for a single token."""
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return all columns dequantized, (batch, kv_heads, columns, dim); not evaluated."""
+        """Return all columns, dequantized, (batch, kv_heads, columns, dim); not evaluated."""
         raise NotImplementedError
 
     def attend(
@@ -63,10 +63,10 @@ class TurboQuant(LayerCache):
         mask: object,
         sinks: mx.array | None = None,
     ) -> mx.array | None:
-        """Compute attention in place: (b, heads, 1, d) -> (b, heads, 1, dim).
+        """Attend to the codes in place: (b, heads, 1, d) -> (b, heads, 1, dim).
 
-        Returns None if the model must attend to `keys` and `values` itself: those of a chunk, or
-        arrays that the model has changed.
+        Returns None if the model must attend to `keys` and `values` itself, because they are those
+        of a chunk, or the model has changed them.
         """
         expected = self._given
         if expected is None or keys is not expected[0]() or values is not expected[1]():
@@ -90,22 +90,22 @@ class TurboQuant(LayerCache):
         raise NotImplementedError
 
     def _give(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the keys and values that the model passes to its attention for a single token.
+        """Return the keys and values that a model gets for a single token.
 
-        These are all columns, lazily dequantized, until the model has read in place once.
+        These are all columns, lazily dequantized, until the model has called `attend` once.
         """
         sides = (keys, values) if self._in_place else self.keys_and_values()
         self._given = ref(sides[0]), ref(sides[1])
         return sides
 
     def _check_read(self) -> None:
-        """Raise ModelError if columns meant to be read in place were not."""
+        """Raise ModelError if the model stopped calling `attend`."""
         unread, self._given = self._given, None
         if unread is not None and self._in_place:
             self._in_place = False
             raise ModelError(
-                "the last token was not read by penstock's attention, unlike those before: "
-                "this cache was moved to another model; call penstock.attach for that one, too"
+                "the last token did not use penstock's attention, unlike earlier ones: the cache "
+                "was passed to another model; call penstock.attach for that model, too"
             )
 
     def _accept_dtype(self, name: str, dtype: mx.Dtype) -> None:
@@ -115,23 +115,24 @@ class TurboQuant(LayerCache):
         raise NotImplementedError
 
     def _seen(self, mask: object) -> list[mx.array | None]:
-        """Return (1, columns) booleans per row, None for all columns; [] if unsupported."""
+        """Return each row's mask, (1, columns), or None for all columns; [] if unsupported."""
         raise NotImplementedError
 
 
 class TurboQuantKVCache(TurboQuant):
-    """Keys and values of one sequence in a codec; a drop-in for mlx-lm's `KVCache`.
+    """Keys and values of one sequence, encoded by a codec; a drop-in for mlx-lm's `KVCache`.
 
     Args:
         codec: name of the codec, such as `turbo4`, `k8v4`, `kivi5/turbo3.5`.
         min_quantize_tokens: sequences of fewer tokens stay in full precision; longer ones are
-            encoded, except for the last tokens, less than two blocks of 64.
+            encoded, except for the last tokens, fewer than two blocks of 64.
         raw_first_tokens: number of first tokens kept in full precision, rounded up to blocks
             of 64.
-        max_size: maximum number of tokens, at least 128; None means unlimited. If full, the oldest
-            64 unkept ones are dropped together. First tokens in full precision are kept.
-        keep: number of first tokens never dropped.
-        capacity: number of columns to allocate at once, for the tokens that the request can use.
+        max_size: maximum number of tokens, at least 128; None means unlimited. When full, the
+            cache drops the 64 oldest tokens that are neither among the first `keep` nor in full
+            precision.
+        keep: number of first tokens that are never dropped.
+        capacity: number of columns to allocate at first, for the tokens that the request can use.
 
     Raises:
         SettingError: the codec does not exist.
@@ -139,7 +140,7 @@ class TurboQuantKVCache(TurboQuant):
 
     >>> cache = TurboQuantKVCache("turbo4", min_quantize_tokens=0)
     >>> k, v = cache.update_and_fetch(mx.zeros((1, 2, 640, 64)), mx.zeros((1, 2, 640, 64)))
-    >>> cache.offset, cache.codes.nbytes  # 2 sides of 2 heads of 64 numbers of 4.25 bits
+    >>> cache.offset, cache.codes.nbytes  # 640 tokens, 2 sides, 2 heads, 64 values of 4.25 bits
     (640, 87040)
     """
 
@@ -163,7 +164,7 @@ class TurboQuantKVCache(TurboQuant):
             least_tokens=min_quantize_tokens,
         )
         if rule.is_raw:
-            raise SettingError(f"kv_cache_quantization {codec} is no codec; use KVCache")
+            raise SettingError(f"kv_cache_quantization {codec} is not a codec; use KVCache")
         if max_size is not None and positive("max_size", max_size) < 2 * BLOCK_TOKENS:
             raise ValueError(f"max_size must be at least {2 * BLOCK_TOKENS}, not {max_size}")
         if max_size is not None and whole("keep", keep, 0) >= max_size:
@@ -181,7 +182,7 @@ class TurboQuantKVCache(TurboQuant):
         keep: int,
         capacity: int | None,
     ) -> None:
-        """Initialize empty; `first` tokens stay raw, or fewer if codes would not fit."""
+        """Initialize an empty cache; `first` is lowered to leave room for codes in `max_size`."""
         most_coded, kept = None, 0
         if max_size is not None:
             blocks = max_size // BLOCK_TOKENS - 1  # without the tail's block
@@ -212,14 +213,14 @@ class TurboQuantKVCache(TurboQuant):
     ) -> TurboQuantKVCache | None:
         """Return a cache with copies of consecutive parts, without changing their format.
 
-        Returns None if a cache would store them otherwise: `first` tokens raw and the others in
-        the scheme, or all raw below `least` tokens.
+        Returns None if a cache would store the tokens in another format: `first` tokens raw and
+        the others encoded, or all raw if there are fewer than `least`.
 
         Args:
             scheme: codecs of keys and values.
             first: number of first tokens in full precision.
-            least: number of tokens below which all are in full precision.
-            parts: keys and values, each (1, kv_heads, tokens, dim) or coded.
+            least: number of tokens from which on a sequence is encoded.
+            parts: keys and values, each (1, kv_heads, tokens, dim) or encoded.
             dtypes: dtypes of keys and values in full precision.
             capacity: number of columns to allocate.
         """
@@ -287,9 +288,10 @@ class TurboQuantKVCache(TurboQuant):
         return by_position(columns, queries, 0, self.offset + N, window_size)
 
     def past(self, *, alone: bool) -> int:
-        """Return the number of columns that precede the next tokens.
+        """Return the number of columns that the next tokens can attend to, besides their own.
 
-        With `alone`, the next token is a single one, before which a full tail is encoded.
+        If the next token is a single one (`alone`), a full tail is encoded first, which may drop
+        the oldest block.
         """
         limit, tokens = self.codes.max_columns, self.size()
         if limit is None or not alone or self.tail.offset < BLOCK_TOKENS:
@@ -297,14 +299,14 @@ class TurboQuantKVCache(TurboQuant):
         return tokens - max(0, self.codes.offset + BLOCK_TOKENS - limit)
 
     def positions(self, tokens: int, *, alone: bool) -> mx.array:
-        """Return the positions of the past columns and of `tokens` new tokens."""
+        """Return the positions of the cached columns and of `tokens` new tokens."""
         past = self.past(alone=alone)
         kept = min(past, self.first + self.codes.kept)
         behind = mx.arange(self.offset - (past - kept), self.offset + tokens)
         return mx.concatenate([mx.arange(kept), behind])
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return all columns dequantized, (1, kv_heads, columns, dim); not evaluated."""
+        """Return all columns, dequantized, (1, kv_heads, columns, dim); not evaluated."""
         dequantized_sides = []
         for sides, tail in zip(self.sides(), col.arrays(*self.tail._held()), strict=True):
             parts = [
@@ -317,7 +319,7 @@ class TurboQuantKVCache(TurboQuant):
         return dequantized_sides[0], dequantized_sides[1]
 
     def sides(self) -> tuple[list[SideData], list[SideData]]:
-        """Return keys and values as stored, in order: (1, kv_heads, n, dim), or coded."""
+        """Return keys and values as stored, in order: arrays (1, kv_heads, n, dim) or `Coded`."""
         stored = [store.keys_and_values() for store in self._stores if store.offset]
         return [_one(keys) for keys, _ in stored], [_one(values) for _, values in stored]
 
@@ -343,19 +345,21 @@ class TurboQuantKVCache(TurboQuant):
     ) -> None:
         super()._accept_shape(keys, values, key_dtype, value_dtype)
         if keys[0] != 1:
-            raise ValueError(f"keys {keys} are of {keys[0]} rows; merge caches of one to a batch")
+            raise ValueError(
+                f"keys {keys} have {keys[0]} rows; for a batch, merge caches of one row each"
+            )
 
     def _accept_widths(self, key_width: int, value_width: int) -> None:
         self.scheme.token_bits(key_width, value_width, 16)
 
     def cut(self, start: int, stop: int) -> Layer:
-        """Return columns start..stop-1 in their stored format.
+        """Return columns start..stop-1 in their final format.
 
-        Raw columns are views, or concatenated if some are in the tail. Coded ones are copied, and
-        those in the tail encoded. Raw and coded columns require separate calls.
+        Raw columns are returned as views, or concatenated if some are in the tail. Encoded ones are
+        copied, and those in the tail encoded. A range must be entirely raw or entirely encoded.
 
         Raises:
-            SettingError: the tail has numbers too large for the codec.
+            SettingError: a value in the tail is too large for the codec.
         """
         short = self.head.offset > self.first or self.offset < self.least
         if stop <= self.first or (short and not self.codes.offset):
@@ -399,18 +403,18 @@ class TurboQuantKVCache(TurboQuant):
         mixed = span_attention.ungrouped(span_attention.merged([part], sinks), 1, heads)
         return mixed.astype(queries.dtype)
 
-    # ---- acts
+    # ---- updates
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append tokens and return all of them: the new ones raw, the earlier ones dequantized.
+        """Append tokens, (1, kv_heads, tokens, dim), and return the KV to attend to.
 
-        keys, values: (1, kv_heads, tokens, dim). A single token is returned alone once the model
-        has read in place.
+        That is all tokens, the earlier ones dequantized; or only the new token, if it is a single
+        one and the model calls `attend`.
 
         Raises:
-            TypeError, ValueError: wrong rank, dtype, heads or widths; the cache is unchanged.
-            SettingError: numbers are too large for the codec; the cache is unusable afterwards.
-            ModelError: the last token was not read in place, unlike those before.
+            TypeError, ValueError: wrong rank, dtype, heads or dims; the cache is unchanged.
+            SettingError: a value is too large for the codec; the cache is unusable afterwards.
+            ModelError: the model did not call `attend` for the last token, but did before.
         """
         self._check_read()
         if self._accept(keys, values) == 1 and not self.empty():
@@ -440,7 +444,7 @@ class TurboQuantKVCache(TurboQuant):
     def take_in(self, keys: mx.array, values: mx.array) -> None:
         """Append a chunk, encoding its whole blocks; evaluated."""
         self.offset += keys.shape[2]
-        mx.eval(keys, values)  # also computes and frees the layers before
+        mx.eval(keys, values)  # also computes the previous layers, and frees their KV
         if self.tail.offset:
             before = self._emptied()
             keys = mx.concatenate([before[0], keys], axis=2)
@@ -451,8 +455,8 @@ class TurboQuantKVCache(TurboQuant):
     def trim(self, n: int) -> int:
         """Drop up to `n` of the last tokens; return the number dropped.
 
-        Returns 0 if older tokens were dropped. Codecs of several tokens at once are cut at a
-        multiple of their span: the rest of the last span is dequantized, and encoded again later.
+        Returns 0 if the window has dropped tokens. If the new end is inside a span of tokens that
+        the codec encodes together, the rest of that span is dequantized, and encoded again later.
         """
         if not self.is_trimmable():
             return 0
@@ -469,7 +473,7 @@ class TurboQuantKVCache(TurboQuant):
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> BatchTurboQuantKVCache:
-        """Return a batch of the sequences, each copied on its first write."""
+        """Return a batch of copies of the sequences."""
         return BatchTurboQuantKVCache.merge(caches)
 
     # ---- parts
@@ -502,7 +506,7 @@ class TurboQuantKVCache(TurboQuant):
             self.tail._make_room(1, 0, (keys, values))
 
     def _begin_raw(self) -> None:
-        """Allocate an empty head for a whole short sequence."""
+        """Allocate a head for a sequence that is too short to be encoded."""
         if self.head.empty():
             room = LayerCache.step if self._asked is None else whole_blocks(self._asked)
             self.head = KVCache(
@@ -510,7 +514,7 @@ class TurboQuantKVCache(TurboQuant):
             )
 
     def _unraw(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Remove the columns to encode from the head, and prepend them to `keys` and `values`."""
+        """Move the columns after the first `first` from the head to the front of the new ones."""
         sides = self.head.keys_and_values()
         rest = [
             mx.concatenate([*col.arrays(col.take(side, self.first, self.head.offset)), new], axis=2)
@@ -524,7 +528,7 @@ class TurboQuantKVCache(TurboQuant):
         return rest[0], rest[1]
 
     def _cut_codes(self, tokens: int) -> None:
-        """Keep the codes of `tokens` tokens; a partial span is dequantized to the empty tail."""
+        """Keep the codes of `tokens` tokens; dequantize an incomplete span to the empty tail."""
         span = self.codes.span
         start = tokens // span * span
         if start < tokens:
@@ -553,7 +557,7 @@ class TurboQuantKVCache(TurboQuant):
 
     def _restore(self, state: Sequence[Any]) -> None:
         if state[0] != FORMAT:
-            raise ValueError(f"the codes have format {state[0]}; this penstock reads {FORMAT}")
+            raise ValueError(f"the codes have format {state[0]}; this version reads {FORMAT}")
         name, first, least, max_size, keep, offset, head, codes, tail = state[1:]
         self._set_up(parse_scheme(name), first, least, max_size, keep, None)
         self.offset = offset
@@ -570,8 +574,8 @@ class TurboQuantKVCache(TurboQuant):
 class BatchTurboQuantKVCache(TurboQuant):
     """A batch of sequences, each in its own `TurboQuantKVCache`, without padding in memory.
 
-    To a model, the batch looks left-padded: all rows end in the same column. Prompts of different
-    lengths are right-padded and announced by `prepare`; the padding is not stored.
+    Models see a left-padded batch: all rows end in the same column. Prompts of different lengths
+    are right-padded and announced by `prepare`; the padding is not stored.
     """
 
     def __init__(self, rows: Sequence[TurboQuantKVCache]) -> None:
@@ -584,7 +588,7 @@ class BatchTurboQuantKVCache(TurboQuant):
 
     @property
     def left_padding(self) -> mx.array:
-        """Padding columns before each row, as models see them; (batch,) int32."""
+        """Number of padding columns of each row, as models see it, (batch,) int32."""
         return mx.array([self.size() - row.size() for row in self.rows], mx.int32)
 
     @property
@@ -624,10 +628,10 @@ class BatchTurboQuantKVCache(TurboQuant):
         return by_position(mx.stack(columns)[:, None], queries, 0, _ALL, window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append one chunk to every row and return all columns, left-padded.
+        """Append a chunk, (batch, kv_heads, tokens, dim), and return the KV to attend to.
 
-        keys, values: (batch, kv_heads, tokens, dim). As for a single sequence, each row's chunk is
-        returned raw, earlier tokens dequantized, and single tokens read in place alone.
+        That is all columns, left-padded, or only the new ones; see
+        `TurboQuantKVCache.update_and_fetch`.
         """
         self._check_read()
         tokens = self._accept(keys, values)
@@ -655,7 +659,7 @@ class BatchTurboQuantKVCache(TurboQuant):
         return fetched[0], fetched[1]
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return all columns dequantized, with zeros before shorter rows; not evaluated."""
+        """Return all columns, dequantized and left-padded with zeros; not evaluated."""
         count = self.size()
         rows = [row.keys_and_values() for row in self.rows]
 
@@ -699,7 +703,7 @@ class BatchTurboQuantKVCache(TurboQuant):
     # ---- parts
 
     def _alone(self, tokens: int) -> bool:
-        """Return whether a single token is appended to each row, and no row is empty."""
+        """Return whether `tokens` is one token to append to each row, none of them empty."""
         return tokens == 1 and self._ends is None and not any(row.empty() for row in self.rows)
 
     def _rows(self) -> Sequence[TurboQuantKVCache]:

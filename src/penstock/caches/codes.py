@@ -1,4 +1,4 @@
-"""Whole blocks of one sequence, encoded by a codec as they are appended."""
+"""Blocks of one sequence, which are encoded by a codec when they are appended."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from penstock.kv.codecs.scheme import Scheme
 from penstock.kv.columns import Side
 
 BLOCK_TOKENS = 64
-"""Number of tokens encoded together, a multiple of each codec's span."""
+"""Number of tokens per block, a multiple of each codec's span."""
 
 
 class Codes(Growing):
-    """Encoded blocks of keys and values: at most `most` columns, the first `kept` never dropped."""
+    """Encoded blocks of one sequence: at most `max_columns`, of which the first `kept` stay."""
 
     step = BLOCK_TOKENS
 
@@ -33,7 +33,7 @@ class Codes(Growing):
         return max((codec.span for codec in self.scheme.codecs), default=1)
 
     def append(self, keys: mx.array, values: mx.array) -> None:
-        """Encode and append blocks, one piece at a time; evaluated."""
+        """Encode and append blocks, `PIECE_TOKENS` tokens at a time; evaluated."""
         tokens = keys.shape[2]
         size = (
             PIECE_TOKENS
@@ -75,14 +75,14 @@ class Codes(Growing):
 
 
 def encoded(side: mx.array, codec: Codec | None) -> Side:
-    """Encode a side, evaluated, or leave it raw (None); SettingError if numbers are too large."""
+    """Encode a side, evaluated; return it raw without a codec. SettingError if values overflow."""
     if codec is None:
         return side
     coded = codec.encode(side, devices.current())
     mx.eval(coded.parts)
     if not bool(coded.is_finite()):
         raise SettingError(
-            f"{codec.name} cannot hold numbers as large as {float(mx.abs(side).max()):.3g}: its "
+            f"{codec.name} cannot store values as large as {float(mx.abs(side).max()):.3g}: its "
             f"scales are float16; leave this layer in full precision"
         )
     return coded

@@ -1,4 +1,4 @@
-"""Factory of a model's bounded caches."""
+"""`make_kv_cache`: creates the bounded caches of a model."""
 
 from __future__ import annotations
 
@@ -47,33 +47,33 @@ def make_kv_cache(
     attend: int | None = None,
     attend_rest: bool = False,
 ) -> list[Any]:
-    """Create the caches of a model, one per layer, each of at most `max_kv_size` tokens.
+    """Create the caches of a model, one per layer, of at most `max_kv_size` tokens each.
 
     Args:
-        model: A model of mlx-lm. Its `make_cache()` determines the cache of each layer; without it,
-            all `layers` are treated as full attention.
+        model: A model of mlx-lm. Its `make_cache()` determines the type of each layer; without it,
+            all `layers` are full-attention layers.
         max_kv_size: Maximum number of tokens. Full-attention layers become windows of this size.
             Sliding-window layers keep their own window if it is smaller. The chunks of chunked
             layers (Llama 4) are limited to it. Recurrent layers, which do not grow, are unchanged.
-        keep: Number of first tokens that a full-attention layer never drops, below `max_kv_size`.
-            None means 4,096, or half of a smaller window.
+        keep: Number of first tokens that a full-attention layer never drops; must be less than
+            `max_kv_size`. None means 4,096, or half of a smaller window.
         kv_bits: Quantize keys and values to 2, 3, 4, 5, 6 or 8 bits; None does not quantize.
-        capacity: Columns that the first write allocates. A number: tokens the request can use,
-            prompt and answer. None, the default, starts with 256 and grows by a quarter at a
+        capacity: Number of columns to allocate at first. A number should cover the tokens that the
+            request can use, prompt and answer. None starts with 256 and grows by a quarter at a
             time: short requests take little memory, long ones copy. "window" allocates the whole
-            window of each layer at once: buffers never grow, and short requests take as much memory
-            as long ones.
+            window of each layer: buffers never grow, but short requests take as much memory as long
+            ones.
         kv_group_size: Number of quantized values that share a scale: 32, 64 or 128.
-        kv_cache_quantization: The codec of full-attention layers, such as `turbo4`: they become
-            `TurboQuantKVCache`s. Sliding layers stay in full precision.
+        kv_cache_quantization: Codec of the full-attention layers, such as `turbo4`; their caches
+            are `TurboQuantKVCache`s. Sliding-window layers stay in full precision.
         kv_cache_min_quantize_tokens: Sequences of fewer tokens stay in full precision; longer
             ones are encoded as a whole.
         kv_cache_raw_first_tokens: Number of first tokens that stay in full precision.
         attend: Number of tokens that a decoded token attends to in full-attention layers,
             selected by an index of the keys (`SelectiveKVCache`), at least 128; None means all.
-            Call `penstock.attach(model)` before. The model runs once on 256 tokens for the index.
-        attend_rest: With `attend`, also read the other tokens at two bits per number; the index
-            then takes twice the bytes.
+            Requires `penstock.attach(model)`. The model runs once on 256 tokens for the index.
+        attend_rest: With `attend`, also read the other tokens in two bits per value, which
+            doubles the size of the index.
 
     Raises:
         TypeError, ValueError: a size is not an integer or out of range.
@@ -111,11 +111,11 @@ def _bounded(model: Any, bound: Bound) -> list[Any]:
 
 
 _known: dict[int, list[KeyCenters | None]] = {}
-"""Key centers of each model's layers that have keys, by `id(model)`."""
+"""Key centers of the layers with keys of each model, by `id(model)`."""
 
 
 def _centers(model: Any, bound: Bound) -> list[KeyCenters | None]:
-    """Return the key centers of each layer; runs the model once."""
+    """Return the key centers of the layers with keys; runs the model once."""
     if id(model) not in _known:
         finalize(model, _known.pop, id(model), None)
         small = replace(bound, size=2 * RUN_TOKENS, keep=0, room=RUN_TOKENS)
@@ -129,7 +129,7 @@ def _centers(model: Any, bound: Bound) -> list[KeyCenters | None]:
 
 
 def _keys(cache: Any) -> Floats | None:
-    """Return the keys of the run, (kv_heads, tokens, dim); None if the cache lacks some."""
+    """Return the cached keys, (kv_heads, RUN_TOKENS, dim); None if quantized or dropped."""
     keys = cache.keys
     if not isinstance(keys, mx.array) or keys.shape[2] < RUN_TOKENS:
         return None
@@ -145,24 +145,24 @@ def _with_keys(caches: Iterable[Any]) -> Iterator[Any]:
 
 
 def _check_reads_all(attend: int | None) -> None:
-    """Raise SettingError if `attend` is set, which caches of codes do not support."""
+    """Raise SettingError if `attend` is set, which quantized caches do not support."""
     if attend is not None:
         raise SettingError(
-            f"attend {attend}: kv_bits and kv_cache_quantization are read whole; leave one of "
-            f"them, or let the engine choose from codes (Engine(attend_tokens={attend}))"
+            f"attend {attend}: not supported with kv_bits or kv_cache_quantization; remove one of "
+            f"them, or use the engine, which supports both (Engine(attend_tokens={attend}))"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Settings common to all layers of a model; creates the cache of each kind of layer."""
+    """Settings common to all layers of a model, with methods to create each layer's cache."""
 
     size: int
     keep: int
     bits: int | None
     group_size: int
     room: int | None
-    """Columns that the first write allocates; None means the whole window."""
+    """Number of columns to allocate at first; None means the whole window."""
     shared: bool
     rule: QuantizationRule
     attend: int | None
@@ -205,12 +205,12 @@ class Bound:
         return self._of(RotatingKVCache(self.size, capacity=self.room))
 
     def sliding(self, window: int, keep: int) -> Ring:
-        """Return the cache of a sliding-window layer that always keeps the first `keep` tokens."""
+        """Return the cache of a sliding-window layer that never drops the first `keep` tokens."""
         if self.bits is not None:
             return self._quantized(min(window, self.size), keep)
         if window <= self.size:
             return self._of(RotatingKVCache(window, keep, self.room))
-        # The model still requests masks of its own, wider window.
+        # The model still requests masks for its own window, which is larger.
         return self._of(SinkRotatingKVCache(self.size, _clipped(keep, self.size), self.room))
 
     def _quantized(self, size: int, keep: int) -> Ring:
@@ -233,19 +233,19 @@ def _check_codec(rule: QuantizationRule, kv_bits: int | None, *, shared: bool) -
         raise SettingError("kv_bits and kv_cache_quantization exclude each other; set one of them")
     if shared:
         raise SettingError(
-            "kv_cache_quantization: layers of this model read other layers' keys and values, "
-            "which a codec would change under them; use kv_bits"
+            "kv_cache_quantization: not supported, because layers of this model read other layers' "
+            "keys and values; use kv_bits"
         )
 
 
 def _kept(keep: int | None, size: int) -> int:
-    """Return the number of first tokens that a window of `size` never drops."""
+    """Return `keep` or its default, validated for a window of `size`."""
     if keep is None:
         return default_keep(size)
     if whole("keep", keep, 0) >= size:
         raise SettingError(
             f"keep {keep} leaves no room in a window of max_kv_size {counted(size, 'token')}; "
-            f"lower the first or raise the second"
+            f"lower keep or raise max_kv_size"
         )
     return keep
 
@@ -264,9 +264,9 @@ def _clipped(keep: int, size: int) -> int:
 
 
 def _reads_other_layers(model: Any) -> bool:
-    """Return whether some layers read another layer's cache through `keys_and_values()`.
+    """Return whether any layer reads another layer's cache with `keys_and_values()`.
 
-    Models and configs do not state this consistently, so the model's source is searched.
+    Configs do not state this consistently, so the source of the model's modules is searched.
     """
     files = {type(module).__module__ for _, module in model.named_modules()}
     return any(

@@ -1,6 +1,6 @@
 """Prompt caches on disk, in mlx-lm 0.32.2's safetensors layout.
 
-Files of mlx-lm 0.32.2 can be loaded; mlx-lm loads these files if it has the classes.
+Files of mlx-lm 0.32.2 can be loaded. mlx-lm can load files that contain only classes it has.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def save_prompt_cache(
 ) -> None:
     """Write the caches of all layers to a `.safetensors` file, readable only by its owner.
 
-    The file is written under a temporary name, synced and renamed, so it is replaced atomically.
+    An existing file is replaced atomically.
 
     Raises:
-        CacheFileError: a cache's state holds a value other than array, number, string or None, or
-            `metadata` holds a value other than a string.
+        CacheFileError: a cache's state contains a value that is not an array, number, string or
+            None, or `metadata` one that is not a string.
         OSError: the folder does not exist or cannot be written to.
     """
     for key, value in (metadata or {}).items():
@@ -37,7 +37,7 @@ def save_prompt_cache(
     path = Path(file_name)
     if path.suffix != ".safetensors":
         path = path.with_name(path.name + ".safetensors")
-    scalars: list[Any] = [""]  # an empty list would vanish when flattened
+    scalars: list[Any] = [""]  # `tree_flatten` would omit an empty list
 
     def stored(key: str, leaf: Any) -> mx.array:
         if isinstance(leaf, mx.array):
@@ -46,7 +46,7 @@ def save_prompt_cache(
             if isinstance(leaf, known):
                 scalars.append((key, kind))
                 return mx.array(_NUMBERS[kind](leaf))
-        raise CacheFileError(f"a cache's state holds a {type(leaf).__name__}; it cannot be saved")
+        raise CacheFileError(f"a {type(leaf).__name__} in a cache's state cannot be saved")
 
     flat: Any = tree_flatten([c.state for c in cache])
     arrays = {key: stored(key, leaf) for key, leaf in flat}
@@ -78,10 +78,11 @@ _VALUES: dict[str, Any] = {
 
 
 def load_prompt_cache(file_name: str | os.PathLike[str], return_metadata: bool = False) -> Any:
-    """Load the caches of all layers: a list, or with `return_metadata` (list, metadata).
+    """Load the caches of all layers; return a list, or with `return_metadata` (list, metadata).
 
     Raises:
-        CacheFileError: the file does not exist, is not a prompt cache, or has an unknown class.
+        CacheFileError: the file does not exist, is not a prompt cache, or contains a cache of an
+            unknown class.
     """
     try:
         loaded: Any = mx.load(str(file_name), format="safetensors", return_metadata=True)
@@ -103,7 +104,7 @@ def load_prompt_cache(file_name: str | os.PathLike[str], return_metadata: bool =
 
 
 def _revived(name: str, state: Any) -> Any:
-    """Create a cache of the named class: penstock's, or mlx-lm's if that is imported."""
+    """Create a cache of a class of penstock, or of mlx-lm if that was imported."""
     if name in LayerCache.kinds:
         return LayerCache.kinds[name].from_state(state)
     theirs: Any = getattr(sys.modules.get("mlx_lm.models.cache"), name, None)
@@ -112,6 +113,6 @@ def _revived(name: str, state: Any) -> Any:
             f"the file holds a cache of class {name}, which is not penstock's; "
             f"if it is mlx-lm's, load the model first"
         )
-    if name == "CacheList":  # mlx-lm would create its parts as its own classes
+    if name == "CacheList":  # mlx-lm's `from_state` does not know penstock's classes
         return theirs(*(_revived(kind, part) for part, kind in state))
     return theirs.from_state(state)

@@ -1,4 +1,4 @@
-"""Caches of full-attention layers without a window, for one sequence or a left-padded batch."""
+"""Unbounded caches of full-attention layers, for one sequence or a left-padded batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.kv.columns import Side
 
 
 class Growing(LayerCache):
-    """A cache of one sequence that keeps every token: `KVCache` and `QuantizedKVCache`."""
+    """Base class of caches of one sequence that keep every token."""
 
     batch_class: ClassVar[type[BatchGrowing]]
     offset: int
@@ -25,12 +25,14 @@ class Growing(LayerCache):
         self.offset = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
-        """Append tokens and return all columns as views, valid until the next update.
+        """Append tokens and return views of all columns, valid until the next update.
 
-        keys, values: (batch, kv_heads, tokens, head_dim).
+        Args:
+            keys: keys of the tokens, (batch, kv_heads, tokens, head_dim).
+            values: values of the tokens, of the same shape except for head_dim.
 
         Raises:
-            TypeError, ValueError: wrong rank, dtype, heads or widths; the cache is unchanged.
+            TypeError, ValueError: wrong rank, dtype, heads or dims; the cache is unchanged.
         """
         end = self.offset + self._accept(keys, values)
         new = self._encode(keys, values)
@@ -72,9 +74,9 @@ class Growing(LayerCache):
 class KVCache(Growing):
     """Keys and values of one sequence, never dropped; a drop-in for mlx-lm's `KVCache`.
 
-    With `capacity` (tokens), the first update allocates the buffers once, and every
-    later write is in place; they grow only if the sequence exceeds the capacity. Without
-    `capacity` they grow by a quarter at a time; `growths` counts how often.
+    With `capacity` (tokens), the first update allocates buffers of this size, and later updates
+    write in place; the buffers grow only if the sequence exceeds the capacity. Without `capacity`
+    they grow by a quarter at a time; `growths` counts how often.
 
     >>> cache = KVCache(capacity=512)
     >>> k, v = cache.update_and_fetch(mx.zeros((1, 2, 5, 64)), mx.zeros((1, 2, 5, 64)))
@@ -85,7 +87,7 @@ class KVCache(Growing):
     quantized_class: ClassVar[Any]
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
-        """Return the same tokens as a `QuantizedKVCache` of the same capacity; evaluated."""
+        """Return a `QuantizedKVCache` with the same tokens and capacity; evaluated."""
         return self.quantized_class.holding(self, group_size, bits)
 
 
@@ -153,7 +155,7 @@ class BatchGrowing(Padded):
     def trim(self, n: int) -> int:
         """Drop up to `n` of the last columns of every row; return the number dropped.
 
-        As in mlx-lm, rows with fewer tokens become empty.
+        As in mlx-lm, rows with fewer than `n` tokens become empty.
         """
         n = min(self._idx, whole("n", n, 0))
         self._idx -= n
@@ -169,7 +171,7 @@ class BatchGrowing(Padded):
         self._tokens, self._pads = ints(tokens), ints(pads)
 
     def filter(self, batch_indices: Any) -> None:
-        """Keep the given rows, in that order; drop columns of padding in all of them."""
+        """Keep only the given rows, in that order; drop columns that are padding in all of them."""
         rows = chosen_rows(batch_indices, len(self._tokens))
         self._choose(rows)
         spare = max(0, min(self._pads))
@@ -178,7 +180,7 @@ class BatchGrowing(Padded):
         self._pads = [pad - spare for pad in self._pads]
 
     def extend(self, other: Any) -> None:
-        """Append the rows of `other`; the shorter side is padded on the left."""
+        """Append the rows of `other`; the shorter batch is left-padded."""
         agree("extend", [self, other])
         end = max(self._idx, other._idx)
         self._join(
@@ -201,7 +203,7 @@ class BatchGrowing(Padded):
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> BatchGrowing:
-        """Return a batch of copies of the sequences, which end in the same column."""
+        """Return a left-padded batch of copies of the sequences."""
         batch = batch_of(cls, caches)
         batch._tokens = [cache.size() for cache in caches]
         batch._idx = max(batch._tokens)

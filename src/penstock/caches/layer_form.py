@@ -1,4 +1,4 @@
-"""Forms of layer caches, from which the cache of a prefix is recreated."""
+"""Descriptions of layer caches, from which caches of the same class can be created."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from penstock.plurals import counted
 
 @dataclass(frozen=True, slots=True)
 class LayerForm:
-    """Recipe for recreating a layer's cache of one sequence, of penstock's or mlx-lm's classes.
+    """Class, settings, dtypes and shapes of one layer's cache, penstock's or mlx-lm's.
 
-    Their state is (keys, values, offset, settings...); in rings, keep, max_size and the ring
-    column precede the other settings.
+    The state of such caches is (keys, values, offset, settings...). In rings, keep, max_size and
+    the ring column precede the other settings.
     """
 
     kind: type[Any]
     settings: tuple[Any, ...]
     max_size: int | None
     dtypes: tuple[mx.Dtype, ...]
-    """Dtypes of the arrays of the keys, then of the values."""
+    """Dtypes of the arrays that store keys, then of those that store values."""
     heads: tuple[tuple[int, int], ...]
     """Number of heads and head dimension of each of those arrays."""
 
@@ -40,7 +40,7 @@ class LayerForm:
 
     @classmethod
     def of(cls, cache: Any) -> LayerForm | str:
-        """Return the form of a cache, or the reason why its tokens cannot be extracted."""
+        """Return the form of a cache, or an error message if its tokens cannot be extracted."""
         name = type(cache).__name__
         if not hasattr(cache, "keys_and_values") or hasattr(cache, "start_position"):
             return f"{name} does not hold one token per column"
@@ -67,7 +67,7 @@ class LayerForm:
         return f"a {self.kind.__name__}{settings} ({heads}; {dtypes})"
 
     def revive(self, keys: Sequence[Side], values: Sequence[Side], tokens: int, room: int) -> Any:
-        """Create a cache of `room` columns with dequantized copies of these consecutive parts."""
+        """Create a cache of `room` columns with dequantized copies of consecutive parts."""
         settings = self.settings
         if self.max_size is not None:
             keep, size, _, *rest = settings
@@ -89,15 +89,15 @@ def _miscounted(cache: Any) -> str | None:
     columns = min(map(col.columns, sides))
     if not 0 <= cache.offset <= columns:
         return (
-            f"{type(cache).__name__} says that it holds "
-            f"{counted(cache.offset, 'token')} (its offset), in "
-            f"buffers of {columns:,}; store it with the offset that its updates left"
+            f"{type(cache).__name__} has an offset of "
+            f"{counted(cache.offset, 'token')} but "
+            f"buffers of {columns:,}; do not change a cache's offset before storing it"
         )
     rows = {part.shape[0] for part in col.arrays(*sides)}
     if rows != {1}:
         return (
-            f"{type(cache).__name__} holds {max(rows)} rows; store each sequence by itself, in a "
-            f"cache of one row"
+            f"{type(cache).__name__} holds {max(rows)} rows; store each sequence in a cache of "
+            f"one row"
         )
     return None
 
@@ -110,7 +110,7 @@ class CachesForm:
 
 
 def difference(stored: CachesForm, offered: CachesForm) -> str:
-    what = "the caches are of other classes, sizes or types than those held"
+    what = "the caches differ in class, size or dtype from those stored before"
     if len(stored.forms) != len(offered.forms):
         return f"{what}: {len(offered.forms)} layers with keys and values, not {len(stored.forms)}"
     for number, (old, new) in enumerate(zip(stored.forms, offered.forms, strict=True)):

@@ -1,4 +1,4 @@
-"""KV in the caches of a model, from which runs are cut to become nodes of a tree."""
+"""Extraction of KV from a model's caches, to be stored as nodes of a tree."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class LayerSource:
     sample: Layer
     tokens: int
     cut: Callable[[int, int], Layer]
-    """Function that returns columns start..stop-1: views, or copies of coded columns; SettingError
-    if the codec cannot encode columns still raw."""
+    """Function that returns columns start..stop-1: views of raw ones, copies of encoded ones.
+    Raises SettingError if the codec cannot encode columns that are still raw."""
     coded: bool = False
     viewed: int = 0
-    """Number of first tokens cut as views; later raw ones are concatenated."""
+    """Number of first tokens that `cut` returns as views; later raw ones are concatenated."""
     encoded: bool = False
-    """Whether some tokens are encoded already; then all after the first ones are cut as codes."""
+    """Whether any tokens are encoded yet; if so, `cut` encodes all but the first ones."""
 
     def takes_the_place_of(self, form: LayerForm) -> bool:
-        """Return whether this source holds codes of a growing cache of the given form."""
+        """Return whether this is a codec cache with the shapes of an unbounded cache of `form`."""
         alike = form.dtypes == self.form.dtypes and form.heads == self.form.heads
         return self.coded and form.max_size is None and alike
 
@@ -47,7 +47,7 @@ class NodeRun:
 
 
 def source_of(number: int, cache: Any, rule: QuantizationRule) -> LayerSource | str:
-    """Return the source of the KV of layer `number`, or the reason why it cannot be stored."""
+    """Return a source for the KV of layer `number`, or the end of an error message."""
     if isinstance(cache, TurboQuantKVCache):
         return _coded_source(number, cache, rule)
     form = LayerForm.of(cache)
@@ -57,8 +57,8 @@ def source_of(number: int, cache: Any, rule: QuantizationRule) -> LayerSource | 
         return " is empty"
     if not rule.is_raw and len(form.dtypes) != 2:
         return (
-            f": {type(cache).__name__} holds codes of its own; store caches of full "
-            f"precision, or leave out kv_cache_quantization"
+            f": {type(cache).__name__} is quantized already; store caches in full precision, or "
+            f"do not set kv_cache_quantization"
         )
     keys, values = cache.keys_and_values()
 
@@ -81,8 +81,8 @@ def _coded_source(
         )
     if number in rule.raw_layers:
         return (
-            ": TurboQuantKVCache holds codes where kv_cache_skip_layers requires full "
-            "precision; make a KVCache for this layer"
+            ": it is a TurboQuantKVCache, but kv_cache_skip_layers requires full precision; use a "
+            "KVCache for this layer"
         )
     if cache.empty():
         return " is empty"
@@ -99,7 +99,7 @@ def runs_of(
     stop: int,
     tokens: int,
 ) -> list[NodeRun]:
-    """Return the runs of tokens start..stop-1 that each become a node: raw, then coded."""
+    """Split tokens start..stop-1 into the runs to store as one node each: raw, then encoded."""
     layers = [source.sample for source in sources]
     short = tokens < rule.least_tokens
     if rule.is_raw or (short and not any(source.encoded for source in sources)):

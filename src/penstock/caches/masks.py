@@ -15,10 +15,10 @@ def causal(
     window_size: int | None = None,
     left_padding: mx.array | None = None,
 ) -> mx.array:
-    """Return (queries, past + queries), or with left_padding (batch, 1, queries, ...).
+    """Return a causal mask, (queries, past + queries), or with left_padding (batch, 1, ...).
 
-    Query i is at column past + i and sees the columns up to its own, at most `window_size`
-    of them, and none of the first `left_padding[row]`.
+    Query i is in column past + i. It sees at most the last `window_size` columns up to its own, and
+    none of the first `left_padding[row]`.
     """
     column = mx.arange(past + queries)
     query = mx.arange(past, past + queries)[:, None]
@@ -31,7 +31,7 @@ def causal(
 
 
 def plain(queries: int, past: int, window_size: int | None, as_array: bool) -> Mask:
-    """Return the mask of one unpadded sequence in its shortest form."""
+    """Return the causal mask of one sequence, as None or "causal" if that suffices."""
     if window_size is None and not as_array:
         return None if queries == 1 else "causal"
     if window_size is None and queries == 1:
@@ -42,12 +42,14 @@ def plain(queries: int, past: int, window_size: int | None, as_array: bool) -> M
 def by_position(
     column: mx.array, query: mx.array, keep: int, recent: int, window_size: int | None = None
 ) -> mx.array:
-    """Return the mask of columns in any order, from the positions of their tokens.
+    """Return the mask of columns in any order, computed from positions, (..., queries, columns).
 
-    column: (..., columns) int, the position of each column's token, negative for none. query: (...,
-    queries) int. A query sees tokens up to its own: the first `keep`, and the last `recent`
-    counting itself; with `window_size`, none further away than that. Returns (..., queries,
-    columns).
+    A query sees tokens up to its own: the first `keep`, and the last `recent` including itself, and
+    with `window_size` only tokens among the last `window_size`.
+
+    Args:
+        column: position of the token in each column, negative for none, (..., columns).
+        query: position of each query, (..., queries).
     """
     column, query = column[..., None, :], query[..., :, None]
     seen = (column >= 0) & (column <= query) & ((column < keep) | (column > query - recent))

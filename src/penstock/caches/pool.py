@@ -1,4 +1,4 @@
-"""A pool of keys and values, allocated at the start, with one slot per sequence.
+"""Pool of keys and values, allocated at the start, with one slot per sequence.
 
 Each layer has one keys buffer and one values buffer, (slots, heads, max_seq_len, head_dim). The
 layout was chosen by measurement (8 slots x 8 heads x 1,024 x 128 in float32, 32 MiB per buffer;
@@ -10,8 +10,8 @@ MLX 0.32 on two CPU cores):
     append while a view of it is alive          14.3 ms, 32 MiB        0.2 ms, 4 MiB
 
 A step over all slots reads the buffers in place; with one buffer per slot it would have to stack
-them. The cost is in the last row. MLX arrays are values: the first append to a layer after a view
-of it was kept copies that buffer. The pool then holds both until the view is dropped. Use views of
+them. The disadvantage is in the last row: while a view of a layer is alive, the first append to
+that layer copies its buffer, and the old buffer stays until the view is dropped. Use the views of
 `get_cache` only in the current step, and drop them.
 """
 
@@ -28,7 +28,7 @@ from penstock.kv.tails import LayerShape, Tails, token_bytes
 from penstock.plurals import counted
 
 Layout: TypeAlias = Literal["heads_first", "tokens_first"]
-"""Axis that comes first in keys and values: heads, or tokens."""
+"""Order of the heads and tokens axes of keys and values."""
 
 
 @dataclass(slots=True)
@@ -36,19 +36,19 @@ class _Sequence:
     slot: int
     max_len: int
     length: int = 0
-    pending: dict[int, int] = field(default_factory=dict)  # layer -> tokens behind the end
+    pending: dict[int, int] = field(default_factory=dict)  # layer -> tokens after the visible end
 
 
 class KVCacheManager:
     """Pre-allocated keys and values of up to `max_batch_size` sequences.
 
     A step appends to every layer, in any order, and then advances once: `append_kv` writes after
-    the visible end, `advance_seq_len` moves the end. An abandoned step leaves the
-    sequence unchanged.
+    the visible end, `advance_seq_len` moves the end. An abandoned step leaves the sequence
+    unchanged.
 
-    Every slot has `max_seq_len` tokens, whatever the sequence's `max_len`, so `used_memory` counts
-    whole slots. Ids are never reused. Not thread-safe: used only by the thread that runs the
-    model.
+    Every slot has room for `max_seq_len` tokens, even if the sequence's `max_len` is less, so
+    `used_memory` counts whole slots. Ids are never reused. Not thread-safe: use it only in the
+    thread that runs the model.
 
     >>> pool = KVCacheManager(2, 1, 8, num_kv_heads=1, head_dim=2, dtype=mx.float32)
     >>> seq = pool.allocate_sequence(4)
@@ -88,13 +88,13 @@ class KVCacheManager:
         self._next_id = 0
 
     def allocate_sequence(self, max_len: int | None = None) -> int:
-        """Reserve a slot for a sequence of up to `max_len` tokens, and return the sequence's id.
+        """Take a slot for a sequence of up to `max_len` tokens, and return the sequence's id.
 
         `max_len` defaults to `max_seq_len`. No memory is allocated.
 
         Raises:
             PoolFull: all slots are taken.
-            SettingError: `max_len` is longer than a slot.
+            SettingError: `max_len` is greater than `max_seq_len`.
         """
         length = self.max_seq_len if max_len is None else positive("max_len", max_len)
         if length > self.max_seq_len:
@@ -126,7 +126,7 @@ class KVCacheManager:
     ) -> None:
         """Write keys and values after the visible end of one layer, without moving the end.
 
-        A second call for the same layer, before `advance_seq_len`, overwrites the first.
+        A second call for the same layer before `advance_seq_len` overwrites the first one's tokens.
 
         Args:
             seq_id: id of the sequence.
@@ -134,11 +134,11 @@ class KVCacheManager:
             k: keys in the pool's dtype, with three axes in the order of `layout`, or four with a
                 first axis of length 1.
             v: values, in the same form as `k`.
-            num_tokens: expected number of tokens n; None takes it from `k`.
+            num_tokens: expected number of tokens n; None accepts any number.
             layout: `heads_first` is (num_kv_heads, n, head_dim), `tokens_first` is (n,
-                num_kv_heads, head_dim). None uses the one that fits. Arrays of three axes that fit
-                both, because n is num_kv_heads, are refused. Four axes without `layout` are
-                mlx-lm's (1, num_kv_heads, n, head_dim).
+                num_kv_heads, head_dim). None uses the one that fits; it is an error if both fit
+                an array of three axes, because n is num_kv_heads. Arrays of four axes are then
+                (1, num_kv_heads, n, head_dim), as in mlx-lm.
 
         Raises:
             UnknownSequence: the sequence does not exist.
@@ -166,8 +166,8 @@ class KVCacheManager:
         Raises:
             UnknownSequence: the sequence does not exist.
             SequenceOverflow: the sequence would exceed its `max_len`.
-            ValueError: a layer has appended fewer than `n` tokens; the rest could be of an
-                earlier sequence.
+            ValueError: fewer than `n` tokens were appended to a layer; the rest could be data of
+                an earlier sequence.
         """
         sequence = self._find(seq_id)
         self._check_room(seq_id, sequence, positive("n", n))
@@ -179,8 +179,8 @@ class KVCacheManager:
                     f"{counted(written, 'token')} since the last advance"
                 )
         # Evaluated before the end moves, so that a failing step changes nothing
-        # and no step's inputs stay alive. Not async_eval: an append to a buffer still in flight
-        # copies it (8 slots, 2 layers: 415 ms per step instead of 0.3 ms).
+        # and no step's inputs stay alive. Not async_eval: appending to a buffer that is not yet
+        # computed copies it (8 slots, 2 layers: 415 ms per step instead of 0.3 ms).
         mx.eval(self._slots.buffers())
         sequence.length += n
         sequence.pending.clear()
@@ -188,11 +188,11 @@ class KVCacheManager:
     def get_cache(
         self, seq_id: int, layer_idx: int, *, pending: bool = False
     ) -> tuple[mx.array, mx.array]:
-        """Return one layer's keys and values as views, (1, num_kv_heads, n, head_dim), in O(1).
+        """Return views of one layer's keys and values, (1, num_kv_heads, n, head_dim).
 
-        n is the visible length. With `pending`, it includes the tokens that this layer has appended
-        in the current step, which that step's attention reads. The views never change,
-        so holding one makes the next append to the layer copy its buffer.
+        n is the visible length; with `pending` it includes the tokens appended in the current
+        step, for that step's attention. The contents of a view never change, so the next append to
+        the layer copies its buffer if a view is still alive.
         """
         sequence = self._find(seq_id)
         self._check_layer(layer_idx)
@@ -219,7 +219,7 @@ class KVCacheManager:
 
     @property
     def used_memory(self) -> int:
-        """Bytes of the slots in use; each counts in full, however few tokens it holds."""
+        """Bytes of the slots in use, including their unused columns."""
         return len(self._sequences) * self.slot_memory
 
     @property
@@ -227,7 +227,7 @@ class KVCacheManager:
         return self.total_memory - self.used_memory
 
     def check(self) -> None:
-        """Check the pool's bookkeeping; AssertionError if a slot is lost or used twice."""
+        """Raise AssertionError if a slot is lost or used twice, or a length is out of range."""
         self._slots.check(sequence.slot for sequence in self._sequences.values())
         for seq_id, sequence in self._sequences.items():
             furthest = sequence.length + max(sequence.pending.values(), default=0)
@@ -261,7 +261,7 @@ class KVCacheManager:
         if array.ndim not in (3, 4):
             raise ValueError(
                 f"{name} must have shape (num_kv_heads, n, head_dim) or "
-                f"(1, num_kv_heads, n, head_dim), or with n in front of num_kv_heads, "
+                f"(1, num_kv_heads, n, head_dim), or with n before num_kv_heads, "
                 f"not {array.shape}"
             )
         if self._layout(name, array.shape, layout) == "tokens_first":

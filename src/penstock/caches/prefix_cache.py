@@ -1,7 +1,7 @@
 """`PrefixCache`: KV of prompts, reused by later prompts with a common prefix.
 
-For any mlx-lm loop: `fetch` before, `store` after. Each token's KV is stored once, in a tree
-of runs of whole blocks, within a hard limit.
+In an mlx-lm loop, call `fetch` before the prefill and `store` after it. Each token's KV is stored
+once, in a radix tree of whole blocks, within a hard memory limit.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ from penstock.prefix.explanation import Explanation
 PREFILL_TOKENS = 2_048
 """Number of tokens that `prefill` processes at a time, as in mlx-lm."""
 ROOM_TOKENS = 256
-"""Columns that a fetched cache has beyond its tokens, unless `capacity` is given."""
+"""Number of spare columns of a fetched cache, unless `capacity` is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
     new_tokens: int
     held_tokens: int
-    """Number of the prompt's tokens now stored, in whole blocks."""
+    """Number of the prompt's tokens that are stored now, in whole blocks."""
     refused: str | None = None
-    """Reason why nothing was stored; None if it was. The caches are unchanged either way."""
+    """Reason why nothing could be stored; None on success. The caches are unchanged either way."""
 
 
 def _limit_bytes(limit: object) -> int:
-    """Return a limit in bytes, given as a number or text; SettingError if invalid."""
+    """Convert a memory limit, a number or text, to bytes; SettingError if it is invalid."""
     if isinstance(limit, str):
         return parse_bytes(limit)
     try:
@@ -72,22 +72,22 @@ def _limit_bytes(limit: object) -> int:
 
 
 class PrefixCache:
-    """Cache of prompts' KV by prefixes of whole blocks, for mlx-lm loops.
+    """Prefix cache for mlx-lm loops: KV of prompts, matched in whole blocks.
 
-    A prompt matches the longest prefix that it shares with any stored prompt, whether that is
-    equal, shorter, longer or partly common. The caches that `fetch` returns are copies that may
-    be written to. Not thread-safe: used only by the thread that runs the model.
+    A prompt reuses the longest prefix that it has in common with any stored prompt, which may be
+    shorter, longer, or diverge partway. The caches that `fetch` returns are copies that may be
+    written to. Not thread-safe: use it only in the thread that runs the model.
 
     Args:
-        memory_limit: bytes, or a text like "2GB", for all memory held: KV, the index, and
-            copies made when nodes are split.
+        memory_limit: limit in bytes, or as a text like "2GB", of all memory held: KV, the index,
+            and temporary copies when nodes are split.
         block_size: tokens per block, the unit of matching. The incomplete last block is not
-            stored. Defaults to 32, or the number of tokens that the codec encodes together.
-        fingerprint: identity of everything except tokens that KV depends on, such as the
-            model's path and adapter. Part of every key.
-        clock: returns seconds, used for recency.
-        kv_cache_quantization: the codec of the stored KV, such as `turbo4` or `k8v4`; None stores
-            KV unchanged.
+            stored. Defaults to 32, rounded up to what the codec requires.
+        fingerprint: identity of everything but the tokens that KV depends on, such as the model's
+            path and adapter. Part of every key.
+        clock: function that returns seconds, used for recency.
+        kv_cache_quantization: codec of the stored KV, such as `turbo4` or `k8v4`; None stores KV
+            unchanged.
         kv_cache_min_quantize_tokens: prompts of fewer tokens are not encoded; longer ones are
             encoded as a whole.
         kv_cache_raw_first_tokens: number of first tokens of every prompt that are not encoded,
@@ -95,8 +95,8 @@ class PrefixCache:
         kv_cache_skip_layers: indices of layers that are not encoded.
 
     Raises:
-        SettingError: `memory_limit` is no size; the codec does not exist, or does not fit blocks
-            of this size.
+        SettingError: `memory_limit` is not a valid size; the codec does not exist, or does not
+            support this block size.
 
     >>> cache = PrefixCache("1GB", block_size=64)
     >>> cache.fetch(range(200))[0] is None
@@ -147,25 +147,25 @@ class PrefixCache:
         capacity: int | None = None,
         dequantize: bool = True,
     ) -> tuple[list[Any] | None, list[int]]:
-        """Return caches that hold a prefix of `tokens`, and the tokens still to be computed.
+        """Return caches that hold a prefix of `tokens`, and the remaining tokens, at least one.
 
-        At least one token is left to compute. The caches are of the classes that were stored
-        (a `KVCache` for a `TurboQuantKVCache`), with buffers for `capacity` tokens (prompt and
-        answer), and belong to the caller; coded columns are dequantized. Without a match, the
-        first value is None and all tokens are left.
+        The caches belong to the caller. They have the classes that were stored (a `KVCache` for a
+        `TurboQuantKVCache`), and encoded columns are dequantized. Without a match, returns None
+        and all tokens.
 
         Args:
             tokens: the prompt.
-            salt: cache salt of the tenant: prompts stored under other salts do not match.
-            capacity: tokens that the request can use; defaults to 256 more than the prefix.
+            salt: cache salt: only prompts stored with the same salt match.
+            capacity: number of tokens, prompt and answer, to allocate buffers for; defaults to 256
+                more than the prefix.
             dequantize: if False, return codes unchanged, in a `TurboQuantKVCache` for each
-                layer that is stored in a codec and has no window.
+                quantized layer without a window.
 
         Raises:
-            SettingError: `dequantize` is False, and no codec is set.
+            SettingError: `dequantize` is False, but no codec is set.
         """
         if not dequantize and self._rule.is_raw:
-            raise SettingError("dequantize=False: no codec is set; name a kv_cache_quantization")
+            raise SettingError("dequantize=False: no codec is set; set kv_cache_quantization")
         values = as_tokens(tokens)
         keys = self.prefixes.block_hashes(values[:-1], salt)
         match = self.prefixes.match(keys)
@@ -186,21 +186,21 @@ class PrefixCache:
         """Store the KV of the whole blocks of `tokens` that `caches` hold.
 
         Blocks already stored are neither copied nor encoded again. The least valuable nodes are
-        evicted; a prompt that cannot fit is refused, without evictions. The caches are only read,
-        and share no memory with the copies.
+        evicted to make room; a prompt that cannot fit is refused, without evictions. The caches
+        are not changed, and share no memory with the stored copies.
 
-        States of recurrent layers are valid only after the last processed token. They are
-        stored if its end is a multiple of the block size, where a later prompt can continue; so
-        store where `prefill` does.
+        States of recurrent layers are valid only at the end of the processed tokens. They are
+        stored if their number is a multiple of the block size, so call `store` at such points, as
+        `prefill` does.
 
         Args:
             tokens: the tokens that the caches hold, from the first one on.
-            caches: one cache per layer, penstock's or mlx-lm's, of one sequence.
-            salt: cache salt of the tenant.
+            caches: one cache per layer, of penstock or mlx-lm, with one sequence.
+            salt: cache salt: only prompts with the same salt match.
 
         Raises:
-            SettingError: the codec does not support the head size, or a layer to be skipped does
-                not exist.
+            SettingError: the codec does not support the head size, or a layer of
+                `kv_cache_skip_layers` does not exist.
         """
         sources, forms = [], []
         kept, states, places = taken_apart(caches)
@@ -237,22 +237,22 @@ class PrefixCache:
         step_size: int = PREFILL_TOKENS,
         dequantize: bool = True,
     ) -> tuple[list[Any], list[int]]:
-        """Fetch the cached part of a prompt, compute it up to the last whole block, and store it.
+        """Fetch a prompt's cached prefix, compute the rest of its whole blocks, and store it.
 
-        With recurrent layers, later prompts can continue there: their states are stored after
-        the last whole block, and after every `step_size` tokens computed.
+        States of recurrent layers are stored after the last whole block, and after every
+        `step_size` tokens, so that later prompts can continue there.
 
         Args:
-            model: called with tokens (1, n) and `cache=`.
+            model: the model, called with tokens (1, n) and `cache=`.
             tokens: the prompt.
-            make_caches: returns empty caches, one per layer.
-            salt: cache salt of the tenant.
+            make_caches: function that returns empty caches, one per layer.
+            salt: cache salt: only prompts with the same salt match.
             step_size: number of tokens computed at a time, rounded down to whole blocks.
             dequantize: see `fetch`; set it to False if `make_caches` returns
-                `TurboQuantKVCache`s, so that later turns also use codes.
+                `TurboQuantKVCache`s, so that fetched caches are of this class, too.
 
         Returns:
-            The caches, and the tokens still to be computed, at least one.
+            The caches, and the remaining tokens, at least one.
 
         Raises:
             SettingError: see `fetch` and `store`.
@@ -275,7 +275,7 @@ class PrefixCache:
         return caches, values[start:].tolist()
 
     def explain(self, tokens: Tokens, *, salt: str = "") -> Explanation:
-        """Explain how far `tokens` would match now, why not further, and what to change."""
+        """Explain how long a prefix of `tokens` would match now, and why not a longer one."""
         explanation = explain(self.prefixes, tokens, salt)
         shape = self._shapes.get(salt)
         if shape is None or not shape.states:
@@ -287,16 +287,16 @@ class PrefixCache:
         self.prefixes.clear()
 
     def check(self) -> None:
-        """Recount all bytes from the arrays; AssertionError if the counts differ."""
+        """Recount all bytes from the arrays; raise AssertionError if the ledger differs."""
         self.prefixes.check()
         self.ledger.check(self.prefixes.recount())
 
-    # ---- what mlx_lm.server calls
+    # ---- interface that mlx_lm.server calls
 
     def fetch_nearest_cache(
         self, model: Hashable, tokens: list[int]
     ) -> tuple[list[Any] | None, list[int]]:
-        """Call `fetch`, for mlx-lm's server, with the server's model key as salt."""
+        """Call `fetch` with the model key of mlx-lm's server as salt."""
         return self.fetch(tokens, salt=repr(model))
 
     def insert_cache(
@@ -307,14 +307,14 @@ class PrefixCache:
         *,
         cache_type: str = "assistant",
     ) -> None:
-        """Call `store`, for mlx-lm's server; retention depends on use, not on `cache_type`."""
+        """Call `store` with the model key of mlx-lm's server as salt; `cache_type` is ignored."""
         self.store(tokens, prompt_cache, salt=repr(model))
 
     def __len__(self) -> int:
         return len(self.tree)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
-        """Evict the least valuable runs until at most `n_sequences` runs and `n_bytes` are held."""
+        """Evict the least valuable nodes to at most `n_sequences` nodes and `n_bytes` bytes."""
         if n_bytes is not None:
             self.prefixes.shrink(self.nbytes - max(0, n_bytes), "limit")
         if n_sequences is not None:
@@ -322,7 +322,7 @@ class PrefixCache:
                 pass
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
-        """Return the counts that mlx-lm's server logs."""
+        """Return the number of nodes and their bytes, in the format that mlx-lm's server logs."""
         return {"prefixes": {"n_sequences": len(self), "n_bytes": self.nbytes}}
 
     # ---- parts
@@ -403,9 +403,9 @@ class PrefixCache:
         return Stored(stop - start, stop)
 
     def _encode_short(self, match: Match[Segment], sources: list[LayerSource], tokens: int) -> None:
-        """Encode the match's raw nodes, stored by a shorter prompt.
+        """Encode matched nodes that are raw because a shorter prompt stored them.
 
-        A node that stays raw, for lack of memory or because of large numbers, is still valid.
+        A node may stay raw, for lack of memory or because a value is too large for the codec.
         """
         rule = self._rule
         if rule.is_raw or not rule.first_tokens < rule.least_tokens <= tokens:
@@ -435,7 +435,7 @@ class PrefixCache:
                     self.prefixes.exchange(node, partial(rule.encoded, ops=device), nbytes)
 
     def _keep_states(self, pin: Pin[Segment], position: int, states: States) -> None:
-        """Insert a checkpoint at `position`, if that is a block boundary and memory allows."""
+        """Store the states as a checkpoint if `position` is a block boundary and memory allows."""
         if states and position and position % self.tree.block_size == 0:
             checkpoints = Checkpoints(
                 self.prefixes, nbytes_of(states), spacing_tokens=self.tree.block_size
@@ -447,11 +447,11 @@ class PrefixCache:
     ) -> Segment:
         """Extract a run from the caches in its final format.
 
-        A run with numbers too large for the codec stays raw, and `paid` grows.
+        A run with values too large for the codec stays raw, and the reservation `paid` is enlarged.
 
         Raises:
-            SettingError: there is no memory for that and `index` bytes, or the numbers are in a
-                cache of codes.
+            SettingError: there is not enough memory for that and `index` bytes, or the values are
+                in a codec cache.
         """
         with self.ledger.reserve(Kind.BUFFERS, run.meanwhile):
             layers = tuple(source.cut(run.start, run.stop) for source in sources)
@@ -462,7 +462,9 @@ class PrefixCache:
         more = segment.nbytes - run.nbytes
         if more > 0:
             if not self.prefixes.make_room(more + index):
-                raise SettingError("there is no memory to store numbers too large for the codec")
+                raise SettingError(
+                    "values are too large for the codec, and there is no memory to store them raw"
+                )
             paid.resize(paid.nbytes + more)
         return segment.owned()
 

@@ -1,4 +1,4 @@
-"""Caches with affine quantization (`mx.quantize`), which are read without dequantizing."""
+"""Caches with affine quantization (`mx.quantize`), as in mlx-lm."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ GROUP_SIZES = (32, 64, 128)
 
 
 class Quantized(LayerCache):
-    """Base of caches that store (codes, scales, biases), one scale per `group_size` values.
+    """Base class of caches that store (codes, scales, biases), a scale per `group_size` values.
 
-    mlx-lm's attention sees `bits` and uses `mx.quantized_matmul`. Bytes per token, head
-    and side: head_dim * bits / 8 codes, and 2 * head_dim / group_size numbers of the model's
-    dtype.
+    mlx-lm's attention uses `mx.quantized_matmul` for caches with a `bits` attribute. A token of a
+    head takes head_dim * bits / 8 bytes of codes, and 2 * head_dim / group_size numbers of the
+    model's dtype, for keys and again for values.
     """
 
     group_size: int
@@ -66,7 +66,7 @@ class Quantized(LayerCache):
         super()._restore(plain)
 
     def _take_over(self, cache: Growing | Ring) -> None:
-        """Quantize the columns of an unquantized cache, into buffers of the same capacity.
+        """Quantize the columns of an unquantized cache to buffers of the same capacity.
 
         Keys are evaluated before values, so that only one unquantized copy is alive.
         """
@@ -87,7 +87,10 @@ class Quantized(LayerCache):
 class QuantizedKVCache(Quantized, Growing):
     """Quantized keys and values of one sequence; a drop-in for mlx-lm's `QuantizedKVCache`.
 
-    bits: 2, 3, 4, 5, 6 or 8; group_size: 32, 64 or 128, a divisor of the head size.
+    Args:
+        group_size: number of values that share a scale: 32, 64 or 128, a divisor of the head size.
+        bits: bits per value: 2, 3, 4, 5, 6 or 8.
+        capacity: see `KVCache`.
     """
 
     carried: ClassVar[tuple[str, ...]] = ("group_size", "bits")
@@ -120,7 +123,7 @@ class BatchQuantizedKVCache(Quantized, BatchGrowing):
 
 
 class QuantizedRotatingKVCache(Quantized, SinkRing):
-    """A quantized bounded window of one sequence, as `RotatingKVCache.to_quantized` returns.
+    """A quantized bounded window of one sequence; see `RotatingKVCache.to_quantized`.
 
     The first `keep` tokens are visible to every query, as in `SinkRotatingKVCache`.
     """

@@ -1,8 +1,8 @@
 """Bounded windows: the first `keep` tokens and the most recent ones, in a ring buffer.
 
 The columns from `keep` on form the ring: the next token overwrites the oldest, in column `_idx`.
-Buffers are written in place. Only a chunk that runs past the end of the window is copied: one layer
-at a time, while its attention runs.
+Buffers are written in place. Only a chunk that overflows the window needs a copy of the columns it
+attends to, one layer at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.kv.columns import Side
 
 
 class Ring(Bounded):
-    """The window of one sequence, in the layout of `RotatingKVCache`."""
+    """The window of one sequence, in the layout of mlx-lm's `RotatingKVCache`."""
 
     carried: ClassVar[tuple[str, ...]] = ("max_size", "keep")
     batch_class: ClassVar[Any]
@@ -34,14 +34,18 @@ class Ring(Bounded):
         self.offset = self._idx = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
-        """Write tokens and return the columns that queries may attend to, subject to `make_mask`.
+        """Write tokens, and return the columns that they may attend to, subject to `make_mask`.
 
-        keys, values: (batch, kv_heads, tokens, head_dim). Returns the columns in ring order for one
-        token, and in order of time for a chunk, up to max_size - 1 + tokens of them; only the
-        window is kept.
+        Args:
+            keys: keys of the tokens, (batch, kv_heads, tokens, head_dim).
+            values: values of the tokens, of the same shape except for head_dim.
+
+        Returns:
+            Keys and values of the window, in ring order, for one token; in order of position, and
+            up to max_size - 1 + tokens columns, for a chunk.
 
         Raises:
-            TypeError, ValueError: wrong rank, dtype, heads or widths; the cache is unchanged.
+            TypeError, ValueError: wrong rank, dtype, heads or dims; the cache is unchanged.
         """
         tokens = self._accept(keys, values)
         new = self._encode(keys, values)
@@ -61,7 +65,7 @@ class Ring(Bounded):
         return self.keys_and_values()
 
     def _update_past_end(self, new: tuple[Side, Side], tokens: int) -> tuple[Side, Side]:
-        """Return the columns visible to a chunk that overflows the window, and store the window."""
+        """Write a chunk that overflows the window; return the columns visible to its queries."""
         fetched = joined(self._visible_past(), new)
         self._make_room(self.max_size, 0, new)
         count = col.columns(fetched[0])
@@ -75,7 +79,7 @@ class Ring(Bounded):
         return self._shown_to_others(fetched)
 
     def _visible_past(self) -> tuple[list[Side], list[Side]]:
-        """Return views of the past columns that a chunk's first query may see, in order of time."""
+        """Return views of the cached columns that a chunk's first query may see, by position."""
         if self.keys is None or self.values is None:
             return [], []
         full = self.offset >= self.max_size
@@ -85,7 +89,7 @@ class Ring(Bounded):
         return self._idx if self._idx < self.max_size else self.keep
 
     def _in_order(self, side: Side, without_oldest: bool = False) -> list[Side]:
-        """Return views of the columns in use in order of time, kept ones first."""
+        """Return views of the columns in use, ordered by position."""
         spans = [(0, self.offset)]
         if self.offset >= self.max_size:
             oldest = self._oldest()
@@ -103,10 +107,10 @@ class Ring(Bounded):
         return col.take(keys, 0, used), col.take(values, 0, used)
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
-        """Return the mask for the next N tokens, as mlx-lm's `RotatingKVCache` does.
+        """Return the mask for the next N tokens, the same as mlx-lm's `RotatingKVCache`.
 
-        In a chunk past the end of the window, this mask shows each query the last max_size columns
-        up to its own, so that kept tokens become invisible. See `SinkRotatingKVCache`.
+        If a chunk overflows the window, each query sees the last max_size columns up to its own, so
+        that kept tokens become invisible. See `SinkRotatingKVCache`.
         """
         if N == 1 and window_size is None:
             return None
@@ -156,12 +160,12 @@ class Ring(Bounded):
         super()._restore(sides)
         if self.keys is None or self.values is None or self.capacity <= self.max_size:
             return
-        # Saved by mlx-lm right after a chunk: its buffer is longer than the window, in order.
+        # Saved by mlx-lm directly after a chunk: a buffer longer than the window, in order.
         self.keys, self.values = self._window_of(self.keys), self._window_of(self.values)
         self._idx = self.max_size
 
     def _window_of(self, side: Side) -> Side:
-        """Copy the window from a buffer of `_idx` columns in order of time."""
+        """Copy the window from a buffer of `_idx` columns that is ordered by position."""
         recent = self._idx - (self.max_size - self.keep)
         spans = [(0, 0, self.keep), (self.keep, recent, self._idx)]
         parts = [
@@ -180,8 +184,8 @@ class RotatingKVCache(Ring):
     """A bounded window of one sequence; a drop-in for mlx-lm's `RotatingKVCache`.
 
     The first update allocates `max_size` columns, which are then written in place. The first
-    `keep` tokens are never dropped. With `capacity` (tokens a request is expected to use), fewer
-    columns are allocated at first, and they grow only if the request uses more.
+    `keep` tokens are never dropped. With `capacity` (tokens that a request is expected to use),
+    fewer columns are allocated at first, and the buffers grow only if the request uses more.
 
     >>> cache = RotatingKVCache(max_size=8, keep=2)
     >>> for n in (5, 20, 1, 1):
@@ -193,16 +197,16 @@ class RotatingKVCache(Ring):
     quantized_class: ClassVar[Any]
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
-        """Return the same window as a `QuantizedRotatingKVCache`; evaluated."""
+        """Return a `QuantizedRotatingKVCache` with the same window; evaluated."""
         return self.quantized_class.holding(self, group_size, bits)
 
 
 class BatchRotatingKVCache(Bounded, Padded):
     """Bounded windows of a left-padded batch; a drop-in for mlx-lm's `BatchRotatingKVCache`.
 
-    The first update allocates `max_size` columns per row. All rows share the ring column `_idx`;
-    padding is the oldest in its row, and is overwritten first. Windows with `keep` are held by
-    `BatchSinkRotatingKVCache`.
+    The first update allocates `max_size` columns per row. All rows share the ring column `_idx`.
+    Padding counts as the oldest tokens of a row, and is overwritten first. Caches with `keep` are
+    merged into a `BatchSinkRotatingKVCache` instead.
     """
 
     carried: ClassVar[tuple[str, ...]] = ("max_size",)
@@ -258,7 +262,7 @@ class BatchRotatingKVCache(Bounded, Padded):
         return self._in_order(self.keys, full), self._in_order(self.values, full)
 
     def _hold(self, side: Side | None, fetched: Side, shifts: list[int]) -> Side:
-        """Write the last max_size of the fetched columns, with right padding moved to the front."""
+        """Write the last max_size columns to `side`, with right padding moved to the front."""
         assert side is not None
         count = col.columns(fetched)
         if any(shifts):
@@ -299,10 +303,10 @@ class BatchRotatingKVCache(Bounded, Padded):
         return _part(self._held(), 0, self._idx)
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
-        """Return (batch, 1, N, columns) for the next N tokens, as mlx-lm does.
+        """Return the mask for the next N tokens, (batch, 1, N, columns), the same as mlx-lm's.
 
-        After single tokens have rotated the ring, a chunk's mask counts one column of padding
-        too many in rows that still hold padding, as mlx-lm's tests require.
+        After single tokens have wrapped around, a chunk's mask hides one column too many in rows
+        that still hold padding, as mlx-lm's tests require.
         """
         chunk = N > 1 or self._ends is not None
         turning = not chunk and (self.rotated or self._idx >= self.max_size)
@@ -355,7 +359,7 @@ class BatchRotatingKVCache(Bounded, Padded):
         surplus = self._idx - self.max_size
         if self.keys is None or self.values is None or surplus <= 0:
             return
-        # Saved by mlx-lm right after a chunk: its buffer is longer than the window, in order.
+        # Saved by mlx-lm directly after a chunk: a buffer longer than the window, in order.
         window = _part((self.keys, self.values), surplus, self._idx)
         self.keys, self.values = (
             col.resized(side, self.max_size, self.max_size) for side in window
@@ -383,7 +387,7 @@ class BatchRotatingKVCache(Bounded, Padded):
         self._repacked()
 
     def extract(self, idx: int) -> RotatingKVCache:
-        """Return a copy of one row as its own cache, in order of time, without padding."""
+        """Return a copy of one row as a cache of its own, ordered by position, without padding."""
         single = self._sibling(self.single_class)
         start = max(0, self._pads[idx])
         count = max(0, self._used() - start)
@@ -398,7 +402,7 @@ class BatchRotatingKVCache(Bounded, Padded):
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> Any:
-        """Return a batch of copies of the windows, which end in the same column."""
+        """Return a left-padded batch of copies of the windows."""
         if any(cache.keep for cache in caches):
             return cls.keeping_class.merge(caches)
         batch = batch_of(cls, caches)
@@ -416,11 +420,11 @@ class BatchRotatingKVCache(Bounded, Padded):
 
 
 def joined(past: tuple[list[Side], list[Side]], new: tuple[Side, Side]) -> tuple[Side, Side]:
-    """Concatenate past and new columns, for keys and for values; evaluated.
+    """Concatenate cached and new columns, for keys and for values; evaluated.
 
-    The new ones are evaluated first, which completes the previous layer and frees its copy before
-    this one is made. The copy is evaluated before the caller writes to the ring that `past` shows.
-    An unevaluated view of a ring would make the write copy the ring, in every layer.
+    The new columns are evaluated first, which completes the previous layer and frees its copy.
+    The result is evaluated before the caller writes to the ring, as views that are still needed
+    would make the write copy the ring, in every layer.
     """
     mx.eval(col.arrays(*new))
     fetched = (

@@ -29,25 +29,25 @@ from penstock.kv.segment import KVSpan, Segment
 class SelectiveKVCache(SinkRotatingKVCache):
     """A `SinkRotatingKVCache` in which decoded tokens attend to `attend` selected tokens.
 
-    The selection is that of `--attend-tokens`. Chunks, batches, sequences of up to `attend` tokens,
-    and windows that have dropped tokens attend to all. The model must be passed to
-    `penstock.attach` first.
+    Tokens are selected as with the server's `--attend-tokens`. Attention is full for chunks,
+    batches, sequences of up to `attend` tokens, and windows that have dropped tokens. The model
+    must be passed to `penstock.attach` first.
 
     Args:
         max_size: see `RotatingKVCache`.
         keep: see `RotatingKVCache`.
         capacity: see `RotatingKVCache`.
-        attend: number of tokens selected per key head, at least 128.
-        rest: whether to also read the other tokens at two bits per number.
+        attend: number of tokens that each KV head attends to, at least 128.
+        rest: whether to also read the other tokens, in two bits per value.
     """
 
     attend_tokens: int
     attend_rest: bool
     _index: Coded | None = None
-    """Key index of the first tokens."""
+    """Key index of the first tokens; extended as needed."""
     centers: KeyCenters | None = None
-    """Vectors subtracted from indexed keys; without them the index is less precise. Set them while
-    the cache is empty."""
+    """Centers subtracted from keys before indexing, which make the index more precise. Set them
+    only while the cache is empty."""
     _given: tuple[ref[mx.array], ref[mx.array]] | None = None
     """Weak references to the keys and values that the model must pass to `attend`."""
 
@@ -69,12 +69,16 @@ class SelectiveKVCache(SinkRotatingKVCache):
         return super().nbytes + col.nbytes(self._index)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
-        """Write tokens, return the visible columns; ModelError unless the last used `attend`."""
+        """Write tokens and return the visible columns.
+
+        Raises:
+            ModelError: the model did not call `attend` for the last token.
+        """
         if self._given is not None:
             self._given = None
             raise ModelError(
-                "the last token was read whole, and not by penstock's attention: call "
-                "penstock.attach(model) once before, or make the caches without attend"
+                "the last token did not use penstock's attention: call penstock.attach(model) "
+                "first, or make the caches without attend"
             )
         fetched = super().update_and_fetch(keys, values)
         all_keys, all_values = fetched
@@ -92,7 +96,10 @@ class SelectiveKVCache(SinkRotatingKVCache):
         mask: object,
         sinks: mx.array | None = None,
     ) -> mx.array | None:
-        """Attend to selected tokens: (1, heads, 1, d) -> (1, heads, 1, dim); None to use all."""
+        """Attend to selected tokens: (1, heads, 1, d) -> (1, heads, 1, dim).
+
+        Returns None if the model must attend to all `keys` and `values` itself.
+        """
         expected, self._given = self._given, None
         if (
             expected is None

@@ -1,10 +1,10 @@
 """Bounded windows whose first `keep` tokens are visible to every query, in chunks of any size.
 
-mlx-lm's mask for a chunk past the end of the window hides the kept tokens from all but the first
-queries of the chunk. The output then depends on the chunk size, and the system prompt is hidden
-while a long message is processed. Here query p sees the first `keep` tokens and the last
-max_size - keep up to itself. These are attention sinks (Xiao et al. 2023, StreamingLLM), except
-that positions are not renumbered.
+For a chunk that overflows the window, mlx-lm's mask hides the kept tokens from all but the first
+queries. The output then depends on the chunk size, and the system prompt is invisible while a long
+message is processed. Here each query sees the first `keep` tokens and the last max_size - keep up
+to its own. These are attention sinks (Xiao et al. 2023, StreamingLLM), except that positions are
+not renumbered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SinkRing(Ring):
     """The window of one sequence, with kept tokens visible to every query."""
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
-        """Return the mask for the next N tokens; `window_size` limits the recent part."""
+        """Return the mask for the next N tokens; `window_size` does not hide kept tokens."""
         if N == 1:
             if window_size is None or self.offset < window_size:
                 return None
@@ -48,8 +48,8 @@ class SinkRotatingKVCache(SinkRing, RotatingKVCache):
 class BatchSinkRing(Bounded, Batch):
     """Left-aligned windows of a batch: token p is in the same column in every row.
 
-    That column is p while p < max_size, then keep + (p - keep) mod (max_size - keep). No row is
-    padded to the longest, and rows join and leave without moving the others' tokens.
+    That is column p if p < max_size, else keep + (p - keep) mod (max_size - keep). No row is padded
+    to the longest, and rows join and leave without moving tokens of other rows.
     """
 
     carried: ClassVar[tuple[str, ...]] = Ring.carried
@@ -76,10 +76,13 @@ class BatchSinkRing(Bounded, Batch):
         return chunk and max(self._tokens) + tokens > self.max_size
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
-        """Write one chunk per row and return the columns that its queries may attend to.
+        """Write one chunk per row, and return the columns that its queries may attend to.
 
-        keys, values: (batch, kv_heads, tokens, head_dim). The columns are in ring order, followed
-        by a chunk past the end of a window.
+        The columns are in ring order; a chunk that overflows a window follows them.
+
+        Args:
+            keys: keys of the tokens, (batch, kv_heads, tokens, head_dim).
+            values: values of the tokens, of the same shape except for head_dim.
         """
         tokens = self._accept(keys, values)
         new = self._encode(keys, values)
@@ -111,7 +114,7 @@ class BatchSinkRing(Bounded, Batch):
         return self._chunk or self._columns(self._used())
 
     def _update_past_end(self, new: tuple[Side, Side], tokens: int) -> tuple[Side, Side]:
-        """Return the columns and the chunk, and write the part inside each row's window."""
+        """Write the part of a chunk inside each row's window; return past columns and the chunk."""
         fetched = joined(self._visible_past(), new)
         self._make_room(self.max_size, self._used(), new)
         for row, (position, valid) in enumerate(
@@ -132,7 +135,7 @@ class BatchSinkRing(Bounded, Batch):
         return [col.take(self.keys, 0, used)], [col.take(self.values, 0, used)]
 
     def _valid(self, tokens: int) -> list[int]:
-        """Return the number of the next `tokens` that are not right padding, per row."""
+        """Return how many of the next `tokens` of each row are not right padding."""
         ends = self._ends or [position + tokens for position in self._tokens]
         return [
             min(tokens, max(0, end - position))
@@ -145,7 +148,7 @@ class BatchSinkRing(Bounded, Batch):
         ]
 
     def _runs(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the runs of positions start..stop-1 that the window holds at `stop`."""
+        """Return the runs of positions start..stop-1 that are in the window at `stop`."""
         ring = self.max_size - self.keep
         recent = max(start, self.keep, stop - ring)
         turn = max(recent, self.keep + (stop - 1 - self.keep) // ring * ring)
@@ -153,7 +156,7 @@ class BatchSinkRing(Bounded, Batch):
         return [(first, last) for first, last in spans if last > first]
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
-        """Return (batch, 1, N, columns) for the next N tokens."""
+        """Return the mask for the next N tokens, (batch, 1, N, columns)."""
         query = self.offset[:, None] + mx.arange(N)
         if self._overflows(N):
             past = self._positions(self.offset, self._used())
@@ -166,9 +169,11 @@ class BatchSinkRing(Bounded, Batch):
         return by_position(position, query, self.keep, recent, window_size)[:, None]
 
     def _positions(self, tokens: mx.array, columns: int) -> mx.array:
-        """Return the position of the token in each column of rows of `tokens`; -1 for none.
+        """Return the position of the token in each column, or -1, (batch, columns).
 
-        tokens: (batch,). Returns (batch, columns).
+        Args:
+            tokens: number of tokens of each row, (batch,).
+            columns: number of columns.
         """
         column, last = mx.arange(columns), tokens[:, None] - 1
         ring = self.max_size - self.keep
@@ -186,11 +191,11 @@ class BatchSinkRing(Bounded, Batch):
     ) -> None:
         """Announce the lengths of right-padded prompts; `finalize` must follow."""
         if left_padding is not None and max(left_padding) > 0:
-            raise ValueError("left_padding does not work with keep; pad the prompts on the right")
+            raise ValueError("left_padding is not supported with keep; pad prompts on the right")
         self._ends = ends_of(self._tokens, lengths, right_padding)
 
     def finalize(self) -> None:
-        """End right-padded prompts; nothing moves, as their padding was never visible."""
+        """End right-padded prompts; their padding was never stored."""
         self._ends = None
 
     def size(self) -> int:
@@ -221,7 +226,7 @@ class BatchSinkRing(Bounded, Batch):
         self.single_class = next(kind for kind in self.row_classes if kind.__name__ == rows_class)
 
     def filter(self, batch_indices: Any) -> None:
-        """Keep the given rows, in that order, in buffers of exactly the columns in use."""
+        """Keep only the given rows, in that order, in buffers of exactly the columns in use."""
         rows = chosen_rows(batch_indices, len(self._tokens))
         self._tokens = [self._tokens[row] for row in rows]
         self._repacked()

@@ -1,4 +1,4 @@
-"""Report on a model's suitability for coding agents: its parsers and chat template."""
+"""Report on how well a model suits coding agents: its parsers and chat template."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class AgentReport:
     tool_parser: str
     reasoning_parser: str
     later_system: str
-    """Rendering of later system messages: `system` or `system-reminder`."""
+    """Form in which system messages after the first turn are rendered: `system` or
+    `system-reminder`."""
     rows: tuple[TraitRow, ...]
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Statistics of an answer: token counts, and latencies seen by the client."""
+"""Statistics of an answer: token counts, and latencies as measured by the client."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class AnswerFigures:
     cached_tokens: int = 0
     completion_tokens: int = 0
     first_seconds: float = 0.0
-    """Seconds from the request to the first text."""
+    """Seconds from the request to the first piece of text."""
     seconds: float = 0.0
-    """Seconds from the first text to the last."""
+    """Seconds from the first piece of text to the last."""
 
     @property
     def prompt_tokens_per_second(self) -> float:

@@ -1,4 +1,4 @@
-"""`penstock service`: a server that starts with the user's session and restarts when it fails."""
+"""`penstock service`: runs the server as a user service, started at login and after failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.cli.service_units import AGENT_LABEL, UNIT_NAME, launchd_agent, sy
 from penstock.errors import SettingError
 
 STOPPED = 3
-"""Exit code of `status` where no service runs, as of systemctl."""
+"""Exit code of `status` if the service does not run, the same as systemctl's."""
 
 app = typer.Typer(
     cls=ListedCommands,
@@ -31,29 +31,29 @@ app = typer.Typer(
 
 @dataclass(frozen=True, slots=True)
 class ServiceManager:
-    """What starts services of a user on this system, and the file that describes ours."""
+    """Service manager of this system, with the service file and the commands to control it."""
 
     program: str
     file: Path
     content: bytes
     log: Path | None
-    """File of the service's output; None where the manager has logs of its own."""
+    """File of the service's output; None if the manager keeps its own logs."""
     start: tuple[tuple[str, ...], ...]
     stop: tuple[tuple[str, ...], ...]
-    """Commands before the file is removed; they may fail where the service does not run."""
+    """Commands to run before the file is removed; they may fail if the service does not run."""
     state: tuple[str, ...]
 
     def check(self) -> None:
-        """Raise an error if the manager is not on this system."""
+        """Raise SettingError if the manager is not installed on this system."""
         if shutil.which(self.program) is None:
             raise SettingError(
                 f"{self.program} is not on this machine, so no service can be started; penstock "
-                "service install --print shows what a service of systemd or launchd would run"
+                "service install --print shows the file for systemd or launchd"
             )
 
 
 class ServeArguments(TyperCommand):
-    """A command whose words are those of `penstock serve`, but for its own options."""
+    """Command that passes all arguments but its own options on to `penstock serve`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = {"-h", "--help", "--print"}
@@ -71,14 +71,14 @@ def install(
 ) -> None:
     """Start penstock serve now, at each login, and again after a failure.
 
-    Model and flags are those of penstock serve, as in penstock service install smollm2
-    --memory-limit 4GB. A flag that serve does not have is refused here; penstock service logs
-    shows other faults. Installing again replaces the service. Keys belong into a file: --keys FILE.
+    Takes a model and flags like penstock serve, for example penstock service install smollm2
+    --memory-limit 4GB. Unknown flags are reported immediately; for other errors see penstock
+    service logs. Installing again replaces the service. Put keys into a file: --keys FILE.
     """
     words: list[str] = ctx.obj
     serve = ctx.find_root().command.get_command(ctx, "serve")  # type: ignore[attr-defined]
     with serve.make_context("penstock serve", list(words)):
-        pass  # a wrong flag ends here, and not at each start
+        pass  # reports wrong flags now, not at each start
     manager = _manager([sys.executable, "-m", "penstock", "serve", *words])
     if only_print:
         print(manager.content.decode(), end="")

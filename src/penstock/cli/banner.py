@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock import __version__, config, memory
+from penstock.cli.whole_words import print_line
 from penstock.memory.sizes import format_bytes
 from penstock.plurals import counted
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from penstock.engine.engine import Engine
     from penstock.engine.ranks.process_group import RankGroup
     from penstock.engine.stats import Stats
@@ -27,8 +31,22 @@ NO_TEMPLATE = (
 EXAMPLE = "The code of the amber falcon is 4821. What is the code of the amber falcon?"
 
 TRY = "try      "
-"""Label of the line with the example command."""
+"""Label of the line that shows an example command."""
 LABEL_CELLS = len(TRY)
+
+
+def print_banner(console: Console, lines: Iterable[str]) -> None:
+    for line in lines:
+        if line.startswith(TRY):  # a command to copy, so no line breaks
+            console.print(line, soft_wrap=True)
+        else:
+            print_line(console, line, indent=LABEL_CELLS)
+
+
+def url_of(settings: config.ServerSettings, port: int) -> str:
+    """Return the server's URL for clients on this machine."""
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"http://{'127.0.0.1' if host in ('0.0.0.0', '[::]') else host}:{port}"
 
 
 def banner(
@@ -43,8 +61,7 @@ def banner(
     chats: bool = True,
 ) -> list[str]:
     room = engine.ask(partial(_room, within_context=not settings.ignore_model_context)).result()
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '[::]') else host}:{port}"
+    url = url_of(settings, port)
     key = "" if not settings.needs_key else ' -H "Authorization: Bearer $PENSTOCK_API_KEY"'
     path, body = "chat/completions", dict[str, Any](messages=[{"role": "user", "content": EXAMPLE}])
     if not chats:
@@ -70,8 +87,8 @@ def largest_line(tokens: int) -> str:
 
 def _ranks(ranks: RankGroup) -> str:
     return (
-        f"ranks    {', '.join(ranks.names)}: each holds 1/{ranks.size} of all layers; bytes are "
-        f"of one rank, and the rank with the least memory decides"
+        f"ranks    {', '.join(ranks.names)}: each holds 1/{ranks.size} of all layers; sizes are "
+        f"per rank, and the rank with the least memory sets the limit"
     )
 
 
@@ -94,7 +111,7 @@ def _tier_state(tier: TierStats) -> str:
 
 
 def _room(view: EngineView, *, within_context: bool) -> list[str]:
-    """Describe the limits and the sequences that fit; runs on the engine thread."""
+    """Describe the limits and how many sequences fit; runs on the engine's thread."""
     stats, limits = view.stats(), view.limits
     free = stats.limit_bytes - stats.used_bytes
 

@@ -59,7 +59,8 @@ def ls(
 ) -> None:
     """List the blocks by model, most valuable first.
 
-    The last use of a block is given as the number of later uses of blocks. --json lists all blocks.
+    The column "uses ago" counts uses of any blocks since a block's last use. --json lists all
+    blocks.
     """
     with _opened(ssd_cache_dir) as folder:
         entries, uses = folder.entries(), folder.index.uses
@@ -99,7 +100,7 @@ def verify(
 ) -> None:
     """Check each block's hash, header, name and tokens, and the index against the files.
 
-    Exit code 1 if a fault was found and not repaired.
+    Exits with 1 if a fault was found and not repaired.
     """
     from penstock.tiers.disk.folder import IndexDamaged
     from penstock.tiers.disk.integrity import make_index
@@ -171,7 +172,7 @@ def clear(
 ) -> None:
     """Remove all blocks of all models, except those being written.
 
-    Exit code 1 if not confirmed.
+    Exits with 1 if not confirmed.
     """
     with _opened(ssd_cache_dir) as folder:
         if not yes:
@@ -189,7 +190,7 @@ def _one_line(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.OperationalError as error:
-        hint = "another process holds the index, or it cannot be written; try again"
+        hint = "another process locks the index, or it is not writable; try again"
         raise CacheFileError(f"{path}: {error}: {hint}") from error
     except (OSError, sqlite3.Error) as error:
         raise CacheFileError(f"{path}: {error}") from error
@@ -223,7 +224,7 @@ def _ask(folder: Folder) -> None:
         raise typer.Exit(1)
 
 
-# ---- what is printed
+# ---- output
 
 
 def _console() -> Console:
@@ -276,7 +277,7 @@ def _listing(entries: list[Entry], uses: int) -> Table:
 
 
 def _age(seconds: float) -> str:
-    """Write an age with its largest unit.
+    """Format an age in its largest unit.
 
     >>> _age(59), _age(7_300), _age(1_000_000), _age(-5)
     ('59 s', '2 h', '11 d', '0 s')
@@ -310,7 +311,7 @@ def _show_usage(usage: FolderUsage) -> None:
         "index": format_bytes(usage.index_bytes),
         "written today": format_bytes(usage.written_today_bytes),
         "being written": counted(usage.writing_files, "file"),
-        "left over": f"{counted(usage.left_over_files, 'file')} of writers that were killed",
+        "left over": f"{counted(usage.left_over_files, 'file')} of killed processes",
         "other formats": f"{others} ({format_bytes(usage.other_format_bytes)}), left alone",
         "foreign": f"{usage.foreign:,} files and folders, left alone",
         "free disk": format_bytes(usage.disk_free_bytes),
@@ -332,7 +333,7 @@ def _show_verdict(verdict: IntegrityReport, is_made_anew: bool) -> None:
     )
     _print_line(f"{whole}; {counts}")
     if verdict.faults:
-        remedy = "penstock cache verify --repair mends the folder"
+        remedy = "penstock cache verify --repair repairs the folder"
         _print_line("repaired" if verdict.repaired else remedy)
 
 

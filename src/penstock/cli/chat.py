@@ -28,7 +28,7 @@ LEAVE = ("/quit", "/exit", "/q")
 
 
 class Partner(Protocol):
-    """Source of answers: a model in this process, or a server; forgets interrupted turns."""
+    """Source of answers, a local model or a server; drops the turn if an answer is interrupted."""
 
     def answer(self, text: str, sampling: config.SamplingSettings) -> Generator[str]: ...
     def reset(self) -> None: ...
@@ -42,10 +42,11 @@ def chat(
     model: options.Model = str(MODEL_PATH),
     weights_dtype: options.WeightsDtype = "auto",
     model_source: options.ModelSource = "auto",
+    adapter: options.Adapter = None,
     *,
     url: options.PartnerURL = None,
     api_key: options.ServerKey = None,
-    system: options.System = None,
+    system: options.System,
     sampling: options.SamplingOptions,
     engine: options.LocalEngine,
     history: Annotated[
@@ -62,17 +63,18 @@ def chat(
 ) -> None:
     """Chat with a model, line by line.
 
-    Each turn computes only its new tokens; the others are in the cache, here or at the server.
-    Lines piped in are answered in order, without prompts. /help lists the commands.
+    Each turn computes only its new tokens; earlier ones are cached, here or on the server. Lines of
+    piped input are answered in order. /help lists the commands.
     """
     sampling_settings = config.parse(config.SamplingSettings, **sampling)
-    options.check_text("--system", system or "")
+    system_text = system.get("system")
+    options.check_text("--system", system_text or "")
     options.lenient_input()
     if url is None:
         limits = options.local_limits(model, engine)
-        partner = _local(model, weights_dtype, model_source, limits, system)
+        partner = _local(model, weights_dtype, model_source, limits, system_text, adapter)
     else:
-        partner = _remote(context, url, api_key, system)
+        partner = _remote(context, url, api_key, system_text)
     with closing(partner):
         if sys.stdin.isatty():
             with _line_editing(history):
@@ -88,20 +90,23 @@ def _local(
     model_source: config.ModelSource,
     limits: dict[str, Any],
     system: str | None,
+    adapter: Path | None,
 ) -> Partner:
     options.warn_of_slow_blas(load_blas())
-    # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
+    # mlx-lm takes a second to import, and --help and wrong flags do not need it.
     from penstock.cli.local_chat import LocalChat, open_engine
 
-    return LocalChat(open_engine(model, weights_dtype, limits, model_source), system)
+    return LocalChat(open_engine(model, weights_dtype, limits, model_source, adapter), system)
 
 
 def _remote(context: typer.Context, url: str, api_key: str | None, system: str | None) -> Partner:
+    if context.params["adapter"] is not None:
+        raise SettingError("--adapter is set by the server; select one with --model MODEL+NAME")
     for name in options.LOCAL_FIELDS:
         flag = config.flag_of(config.EngineSettings, name)
         if _source(context, flag.replace("-", "_")) == "COMMANDLINE":
             raise SettingError(f"--{flag} is the server's to decide; leave it out with --url")
-    # A model named in the environment is a local folder, unknown to the server.
+    # A model set in the environment is a local folder, which the server does not know.
     model = context.params["model"] if _source(context, "model") == "COMMANDLINE" else None
     from penstock.cli.remote import Remote  # httpx takes a moment, too
 
@@ -160,7 +165,7 @@ class Chat:
         except KeyboardInterrupt:
             if not self.interactive:
                 raise
-            print("\n(broken off; this turn is forgotten)", end="")
+            print("\n(interrupted; this turn is forgotten)", end="")
         except PenstockError as error:
             if not self.interactive:
                 raise
@@ -185,13 +190,13 @@ def _typed_lines() -> Iterator[str]:
             print()
             return
         except KeyboardInterrupt:
-            print()  # the shell's prompt begins a line
+            print()  # so that the shell's prompt starts a line
             raise
 
 
 @contextmanager
 def _line_editing(history: Path | None) -> Iterator[None]:
-    import readline  # changes how input() behaves, so only at a terminal
+    import readline  # changes how input() behaves, so only on a terminal
 
     if history is None:
         yield
@@ -201,7 +206,7 @@ def _line_editing(history: Path | None) -> Iterator[None]:
         # Created with owner-only permissions before lines are written.
         os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
         file.chmod(0o600)
-        if file.stat().st_size:  # some versions of the library refuse an empty file
+        if file.stat().st_size:  # some versions of the library reject an empty file
             readline.read_history_file(file)
     except OSError as error:
         raise SettingError(f"--history {file}: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""Decode steps behind long sequences, timed: all tokens read, and a choice of them.
+"""Timing of decode steps of long sequences, with full and with selective attention.
 
 All layers of a shape read the same random keys and values, so that they fit into memory.
 """
@@ -21,14 +21,14 @@ from penstock.kv.tails import LayerShape, Tails
 
 LENGTHS = 8_192, 32_768
 STEPS = 5
-"""Number of timed steps of each kind, in turn, behind one that is not."""
+"""Number of timed steps of each kind, alternating, after one untimed step."""
 MOST_BYTES = 2**29
-"""Maximum bytes of keys and values, or that length is left out."""
+"""Maximum bytes of keys and values; lengths that need more are skipped."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceTiming:
-    """Least times of a decode step of one sequence, in milliseconds."""
+    """Minimum times of a decode step of one sequence of `tokens` tokens, in milliseconds."""
 
     tokens: int
     all_ms: float
@@ -42,7 +42,7 @@ class ChoiceTiming:
 def choice_timings(
     runner: Runner, attend_tokens: int, lengths: Sequence[int] = LENGTHS
 ) -> tuple[ChoiceTiming, ...]:
-    """Time steps of a model behind `lengths` tokens; empty if its layers cannot choose."""
+    """Time decode steps after `lengths` tokens; empty if selective attention is not supported."""
     if runner.fitness.way != "shared" or runner.is_recurrent or not runner.selectable_layers:
         return ()
     choice = Selection(

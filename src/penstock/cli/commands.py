@@ -32,7 +32,7 @@ from penstock.config import in_plain_words
 from penstock.errors import PenstockError
 from penstock.models import named
 
-# Plain help: it is the same in a pipe, in a narrow terminal and in docs/cli.md.
+# Plain help, so that it is the same in a pipe, a narrow terminal and docs/cli.md.
 app = typer.Typer(
     name="penstock",
     cls=CommandGroup,
@@ -48,15 +48,15 @@ app.command()(top.top)
 app.command()(model_list.models)
 app.command()(model_list.pull)
 app.command()(plan.plan)
-app.add_typer(cache.app, name="cache", no_args_is_help=False)  # a refusal is one line
+app.add_typer(cache.app, name="cache", no_args_is_help=False)  # for one-line errors
 app.add_typer(background_service.app, name="service", no_args_is_help=False)
 app.command()(doctor.doctor)
 
 
 SEVERAL = re.compile(r"(Did you mean '[^']*')(?:, '[^']*')+\?")
-"""Pattern of the parser's suggestion of several commands, nearest first."""
+"""Pattern of the parser's message that suggests several commands, nearest first."""
 UNLISTED = r"Missing command\.|No such command '.*'\."
-"""Pattern of the parser's message about a missing command."""
+"""Pattern of the parser's messages about a missing or unknown command."""
 
 
 def _print_version(is_set: bool) -> None:
@@ -97,7 +97,7 @@ def root(
 def main(words: list[str]) -> int:
     """Run a command and return its exit code.
 
-    0: success; 2: wrong flag, model or file (one line on standard error); 130: Ctrl-C.
+    0 for success, 2 for a wrong flag, model or file (one line on standard error), 130 for Ctrl-C.
     """
     lenient_output()
     command = get_command(app)
@@ -136,13 +136,13 @@ def _refusal(error: typer.TyperException) -> str:
             message += f" {context.command_path} --help lists the commands."
         return message
     if wrong == "--offline":
-        return "--offline stands before the command, as in penstock --offline serve."
+        return "--offline goes before the command, as in penstock --offline serve."
     near = get_close_matches(wrong, known or [], 1, 0.7)
     return f"No such option {wrong!r}." + (f" Did you mean {near[0]!r}?" if near else "")
 
 
 def _wrong_value(error: typer.TyperException) -> str:
-    """Return the parser's message, reworded if a flag's value is invalid."""
+    """Return the parser's message, or a plainer one if a flag's value is invalid."""
     cause, parameter = error.__context__, getattr(error, "param", None)
     if not isinstance(cause, ValidationError) or parameter is None:
         return error.format_message()

@@ -1,6 +1,6 @@
-"""`penstock doctor`: the machine, its measured speed, and its problems.
+"""`penstock doctor`: reports on the machine, its measured speed, and problems.
 
-With a model, it also reports how the engine would run the model.
+With a model, it also reports how the engine would run it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 PACKAGES = ("mlx", "mlx-cpu", *CUDA_PACKAGES, "mlx-metal", "mlx-lm", "mlx-vlm", "numpy")
 DTYPES = ("float32", "float16")
 SLOW_GFLOPS = 12.0
-"""Speed below which BLAS counts as slow; in float32, reference BLAS reaches 3 to 8, OpenBLAS 80."""
+"""Speed in float32 below which BLAS counts as slow; reference BLAS has 3 to 8, OpenBLAS 80."""
 LITTLE_MEMORY_BYTES = 1_000_000_000
 MEASURE_SECONDS = 0.25
 
@@ -81,22 +81,22 @@ def doctor(
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show back end, BLAS and its speed, memory and versions, and any problems.
+    """Show back end, BLAS and its speed, memory, versions, and any problems.
 
     With a model, also show the library that loads it, and how the engine reads keys and values,
     with the reasons. They are read in place (shared), or concatenated layer by layer (joined). For
     a model that the engine cannot run, show the reason.
 
-    Exit code 0 if there is no problem, 1 if one makes penstock slow or unusable.
+    Exits with 0 if there is no problem, 1 if one makes penstock slow or unusable.
     """
     if agent and model is None:
-        raise SettingError("--agent examines a model: name one")
+        raise SettingError("--agent examines a model: pass one")
     machine = examine()
     problems = find_problems(machine)
     fit, agents = None, None
     if model is not None and machine.back_end != "none":
         loaded = options.load_model(model, weights_dtype, model_source=model_source)
-        # mlx-lm takes a second to import, which is not needed to examine the machine.
+        # mlx-lm takes a second to import, and is not needed to examine the machine.
         from penstock.cli.agent_report import AgentReport
         from penstock.cli.fitness import try_model
 
@@ -161,7 +161,7 @@ def find_problems(machine: MachineReport) -> list[DoctorProblem]:
 def find_misfits(fit: FitnessReport) -> list[DoctorProblem]:
     if fit.way is not None:
         return []
-    remedy = "use mlx-lm for this model, with penstock.make_kv_cache, or take another model"
+    remedy = "use mlx-lm for this model, with penstock.make_kv_cache, or use another model"
     return [DoctorProblem(f"{fit.model}: {fit.why}", remedy)]
 
 
@@ -172,7 +172,7 @@ def _cpu_problems(machine: MachineReport) -> list[DoctorProblem]:
         problems.append(DoctorProblem(machine.blas.why, machine.blas.advice))
     elif speed < SLOW_GFLOPS:
         slow = f"float32 runs at {speed:.0f} GFLOPS with {machine.blas.name} ({machine.blas.why})"
-        busy = f"end other programs that compute, or name another BLAS by {VARIABLE}"
+        busy = f"stop other busy programs, or select another BLAS with {VARIABLE}"
         remedy = busy if machine.blas.is_fast else f"install a fast BLAS: {INSTALL_COMMAND}"
         problems.append(DoctorProblem(slow, remedy))
     if machine.nvidia:
@@ -223,7 +223,7 @@ def _show(
         print_line(console, f"problem: {problem.what}", label="problem")
         print_line(console, f"  remedy: {problem.remedy}", indent=2)
     if not problems:
-        console.print("Nothing is wrong.")
+        console.print("No problems found.")
 
 
 def _add_fit(rows: list[tuple[str, str]], fit: FitnessReport) -> None:
@@ -232,15 +232,17 @@ def _add_fit(rows: list[tuple[str, str]], fit: FitnessReport) -> None:
     rows.append(("  layers", ", ".join(map(str, fit.layers))))
     if fit.images is not None:
         rows.append(("  images", fit.images))
+    if fit.mtp is not None:
+        rows.append(("  MTP head", fit.mtp))
     rows.append(("  KV", f"{counted(fit.kv_bytes_per_token, 'byte')} a token"))
     for form, error in fit.codes_errors.items():
-        rows.append((f"  {form}", f"held in MLX's nearest codes: error {error:.2%} of the weights"))
+        rows.append((f"  {form}", f"converted to MLX's format: error {error:.2%} of the weights"))
     if fit.packed is not None:
         _add_packed(rows, fit.packed)
     if fit.way is None:
         rows.append(("  engine", "cannot run it"))
         return
-    where = {"shared": "read in place", "joined": "joined layer by layer, a copy each step"}
+    where = {"shared": "read in place", "joined": "concatenated layer by layer in each step"}
     rows.append(("  engine", f"{fit.way}: keys and values are {where[fit.way]}"))
     rows.append(("  because", fit.why))
     if fit.modules:
@@ -248,9 +250,11 @@ def _add_fit(rows: list[tuple[str, str]], fit: FitnessReport) -> None:
     if fit.kernels_off is not None:
         rows.append(("  kernels", f"off: {fit.kernels_off}"))
     for layer in fit.kernels_do_not_read:
-        rows.append(("  kernels", f"none reads {layer}"))
+        rows.append(("  kernels", f"none supports {layer}"))
     if fit.ways_cut_short:
-        rows.append(("  attention", "steps that the test did not reach use plain operations"))
+        rows.append(
+            ("  attention", "the test ran out of time: untested steps use plain operations")
+        )
     if fit.attend_halves_from is not None:
         half = f"--attend-tokens 1024 halves the bytes of a step from {fit.attend_halves_from:,}"
         rows.append(("  choice", f"{half} tokens (weights included, one sequence)"))
@@ -258,7 +262,7 @@ def _add_fit(rows: list[tuple[str, str]], fit: FitnessReport) -> None:
         pays = "pays" if steps.pays else "does not pay"
         times = f"{steps.all_ms:.1f} ms, with a choice {steps.choice_ms:.1f}"
         behind = counted(steps.tokens, "token")
-        rows.append(("  choice", f"{pays} behind {behind}: a step takes {times}"))
+        rows.append(("  choice", f"{pays} after {behind}: a step takes {times}"))
     for timing in fit.attention:
         times = ", ".join(f"{way} {ms:.3f} ms" for way, ms in timing.milliseconds.items())
         what = f"{timing.layer}, {timing.situation}"
@@ -266,7 +270,7 @@ def _add_fit(rows: list[tuple[str, str]], fit: FitnessReport) -> None:
 
 
 def _add_packed(rows: list[tuple[str, str]], packed: PackedParts) -> None:
-    """Add the rows of a model whose codes are multiplied without dequantizing them first."""
+    """Add rows that list which modules of a model multiply by packed weights."""
     kinds = (
         ("compiled layers", packed.layers),
         ("product by product", packed.products),

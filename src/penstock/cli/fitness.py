@@ -19,6 +19,7 @@ from penstock.extensions import extension
 from penstock.kv.tails import token_bytes
 from penstock.memory import LayerKind
 from penstock.models import mlx_lm as seam
+from penstock.models.head_source import ships_head
 from penstock.models.image_reader import image_reader
 from penstock.models.mlx_lm import Loaded
 from penstock.models.model_files import open_model_file
@@ -27,7 +28,7 @@ from penstock.models.widening import model_bytes
 from penstock.plurals import counted
 
 ATTEND_TOKENS = 1_024
-"""Number of selected tokens for which the break-even length is reported."""
+"""Value of `--attend-tokens` for which `attend_halves_from` is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTiming:
-    """Decode attention of a layer: milliseconds by implementation, and the chosen one."""
+    """Times of a layer's decode attention by implementation, and the chosen implementation."""
 
     layer: str
     situation: str
@@ -76,31 +77,33 @@ class FitnessReport:
     kv_bytes_per_token: int
     """KV bytes per token over all layers; recurrent layers have none."""
     way: Way | None
-    """Access to KV by the engine, `shared` or `joined`; None if it cannot run the model."""
+    """Mode in which the engine reads KV, `shared` or `joined`; None if it cannot run the model."""
     why: str
     modules: tuple[str, ...]
     codes_errors: dict[str, float] = field(default_factory=dict)
-    """Relative error of the weights' codes, by GGUF format without an MLX counterpart."""
+    """Relative error of converting GGUF formats that MLX does not have, by format."""
     attention: tuple[AttentionTiming, ...] = ()
     """Times of the attention implementations in a decode step; empty if there is only one."""
     kernels_off: str | None = None
     """Reason why the attention kernels are off, if any."""
     kernels_do_not_read: tuple[str, ...] = ()
-    """Layers that no kernel supports, if kernels support others."""
+    """Descriptions of layers that no kernel supports, if kernels support others."""
     ways_cut_short: bool = False
     """Whether the self-test ran out of time before trying all implementations."""
     packed: PackedParts | None = None
-    """Modules that multiply quantized codes directly; None if there are none."""
+    """Modules with packed weights; None if there are none."""
     images: str | None = None
     """Whether images are read, and why not; None for a model without a vision tower."""
+    mtp: str | None = None
+    """Note on the multi-token head that the model's folder ships; None without one."""
     attend_halves_from: int | None = None
     """Sequence length from which `--attend-tokens 1024` halves a decode step's bytes, or None."""
     choice: tuple[ChoiceTiming, ...] = ()
-    """Times of decode steps with `--attend-tokens 1024`; empty if no layer can choose."""
+    """Times of decode steps with `--attend-tokens 1024`; empty if no layer supports it."""
 
 
 def try_model(name: str, loaded: Loaded) -> FitnessReport:
-    """Test how the engine reads a model's KV; ModelError if its layers are unknown."""
+    """Test how the engine would run a model; `way` is None if it cannot."""
     model_type = str(loaded.config.get("model_type"))
     try:
         layers = _seen_layers(loaded.model)
@@ -129,6 +132,7 @@ def try_model(name: str, loaded: Loaded) -> FitnessReport:
             codes_errors=_codes_errors(name, loaded),
             packed=PackedParts.of(loaded.model),
             images=_images(loaded),
+            mtp=_mtp(name, loaded),
         )
     fitness = runner.fitness
     kernels, choice = extension("kernels"), None
@@ -148,6 +152,7 @@ def try_model(name: str, loaded: Loaded) -> FitnessReport:
         codes_errors=_codes_errors(name, loaded),
         packed=PackedParts.of(loaded.model),
         images=_images(loaded),
+        mtp=_mtp(name, loaded),
         attention=AttentionTiming.all_of(choice),
         kernels_off=why_off,
         kernels_do_not_read=() if choice is None else tuple(choice.unread),
@@ -175,14 +180,20 @@ def halves_from(runner: Runner) -> int | None:
 
 
 def _images(loaded: Loaded) -> str | None:
-    """Return whether a model reads images, or why it does not; None if it has no tower."""
+    """Return whether a model's images are read, or why not; None without a vision tower."""
     if image_reader(loaded.model) is not None:
         return "read"
     if "vision_config" not in loaded.config:
         return None
     if loaded.source.name == "mlx-lm":
-        return "left out: mlx-lm reads text; with mlx-vlm --model-source auto may read images"
-    return "left out: docs/images.md has the families whose images are read"
+        return "not read: mlx-lm supports only text; mlx-vlm with --model-source auto may read them"
+    return "not read: docs/images.md lists the families whose images are read"
+
+
+def _mtp(name: str, loaded: Loaded) -> str | None:
+    """Return a note on the multi-token head that a model's folder ships; None without one."""
+    ships = ships_head(name, loaded.config.get("model_type"))
+    return "shipped; --draft-model mtp proposes by it" if ships else None
 
 
 def _codes_errors(name: str, loaded: Loaded) -> dict[str, float]:

@@ -1,6 +1,6 @@
-"""Translation of other servers' flags and environment variables.
+"""Translation of flags and environment variables of other servers.
 
-`translated` applies the table `FOREIGN_FLAGS` to a command line; docs/migrate.md shows the table.
+`translated` applies the table `FOREIGN_FLAGS` to a command line; docs/migrate.md shows it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ VLLM, VLLM_MLX = "vLLM", "vllm-mlx"
 MODEL = "MODEL"
 CODEC = "--kv-cache-quantization"
 DEFAULT_GROUP = "64"
-"""Group size of codecs whose names include none."""
+"""Group size of codecs whose names do not include one."""
 Meaning: TypeAlias = Literal["same", "always", "other"]
 
 
@@ -25,12 +25,13 @@ class ForeignFlag:
     names: tuple[str, ...]
     programs: tuple[str, ...]
     meaning: Meaning
-    """Takes the same value as `ours` (same), has no effect (always), or is an error (other)."""
+    """Whether the flag takes the same value as `ours` (same), has no effect (always), or is an
+    error (other)."""
     ours: str
     """Flag with the same effect, or an explanation; {} stands for the value."""
     has_value: bool = True
     harmless: tuple[str, ...] = ()
-    """Values accepted and ignored, although others are errors."""
+    """Values that are accepted and ignored, unlike other values."""
 
     def note(self, name: str, value: str) -> str:
         here = self.ours.format(value) if "{}" in self.ours or not value else self._with(value)
@@ -157,11 +158,11 @@ FOREIGN_VALUES: Mapping[str, Mapping[str, str]] = {
         "qwen3_xml": "qwen3_coder",
     },
 }
-"""Values of vLLM's and vllm-mlx's flags, with their counterparts here."""
+"""Values of vLLM's and vllm-mlx's flags by flag, with penstock's equivalents."""
 FOREIGN_VARIABLES: Mapping[str, tuple[str, str]] = {
     "PENSTOCK_MEMORY_THRESHOLD": ("EXO_MEMORY_THRESHOLD", "exo")
 }
-"""Environment variables of penstock, with those of other programs with the same meaning."""
+"""Environment variables of penstock, each with that of another program and its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +225,7 @@ def _own_words(flag: ForeignFlag, value: str, known: Collection[str]) -> list[st
 
 
 def _with_codec(words: list[str], bits: str = "", group: str = "") -> list[str]:
-    """Combine a codec's bits and group size into one flag; SettingError for a group alone."""
+    """Combine bits and group size into one codec flag; SettingError for a group without bits."""
     followed = zip(words, [*words[1:], "-"], strict=False)
     bare = [i for i, (word, next_) in enumerate(followed) if word == CODEC and next_[:1] == "-"]
     if not bits and not bare:

@@ -22,8 +22,9 @@ def generate(
     model: options.Model = str(MODEL_PATH),
     weights_dtype: options.WeightsDtype = "auto",
     model_source: options.ModelSource = "auto",
+    adapter: options.Adapter = None,
     *,
-    system: options.System = None,
+    system: options.System,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text without applying a chat template.")
     ] = False,
@@ -33,7 +34,8 @@ def generate(
 ) -> None:
     """Answer one prompt.
 
-    The answer streams to standard output; token counts, speeds and memory follow on standard error.
+    Streams the answer to standard output, and then prints token counts, speeds and memory to
+    standard error.
     """
     limits = options.local_limits(model, engine)
     settings = config.parse(config.SamplingSettings, **sampling).model_dump()
@@ -42,18 +44,26 @@ def generate(
     if not text.strip():
         raise SettingError("the prompt is empty")
     options.check_text("the prompt", text)
-    options.check_text("--system", system or "")
-    if raw and system is not None:
+    system_text = system.get("system")
+    options.check_text("--system", system_text or "")
+    if raw and system_text is not None:
         raise SettingError("--system requires the chat template, which --raw skips")
     options.warn_of_slow_blas(load_blas())
 
-    # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
+    # mlx-lm takes a second to import, and --help and wrong flags do not need it.
     from penstock.cli.answer_figures import AnswerFigures
-    from penstock.cli.local_chat import figures_line, figures_record, measured, open_engine
+    from penstock.cli.local_chat import (
+        adapter_of,
+        figures_line,
+        figures_record,
+        measured,
+        open_engine,
+    )
 
-    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages = [{"role": "system", "content": system_text}] if system_text is not None else []
     messages.append({"role": "user", "content": text})
-    with open_engine(model, weights_dtype, limits, model_source) as running:
+    with open_engine(model, weights_dtype, limits, model_source, adapter) as running:
+        settings["adapter"] = adapter_of(running)
         if raw:
             answer = running.generate(text, stream=True, **settings)
         else:

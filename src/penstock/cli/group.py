@@ -1,4 +1,4 @@
-"""Processes started by `mlx.launch`, which join a group and end when a member ends."""
+"""Group of processes started by `mlx.launch`, all of which end when one ends."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 LAUNCHED = ("MLX_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 LAUNCHERS = ("mlx.launch", "mlx._distributed_utils.launch")
-"""Texts that identify MLX's launcher in a command line."""
+"""Substrings that identify MLX's launcher in a command line."""
 PRINT_SECONDS = 0.5
-"""Seconds for the launcher to print the last output of its ranks."""
+"""Seconds that the launcher gets to print the last output of its ranks."""
 
 
 @contextmanager
 def joined() -> Iterator[RankGroup | None]:
-    """Join the group of this process, and yield it; None if the process was started alone."""
+    """Join this process's group, and yield it; yield None if the process was started alone."""
     if not any(name in os.environ for name in LAUNCHED) or _is_single():
         yield None
         return
@@ -51,7 +51,7 @@ def joined() -> Iterator[RankGroup | None]:
         yield None
         return
     ranks = RankGroup(group)
-    if not ranks.leads:  # it ends with rank 0, which lets open answers finish first
+    if not ranks.leads:  # ends with rank 0, which finishes open answers first
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with Watch(ranks, _end):
@@ -59,7 +59,7 @@ def joined() -> Iterator[RankGroup | None]:
 
 
 def check_same(ranks: RankGroup, model: dict[str, Any], limits: dict[str, Any]) -> None:
-    """Raise an error if versions, model or settings differ between ranks."""
+    """Raise an error if versions, models or settings differ between ranks."""
     ranks.check_equal("penstock and mlx-lm", [__version__, version("mlx-lm")])
     ranks.check_equal("the model's config.json", model)
     shared = {
@@ -71,7 +71,7 @@ def check_same(ranks: RankGroup, model: dict[str, Any], limits: dict[str, Any]) 
 
 
 def _is_single() -> bool:
-    """Return whether `mlx.launch` started only one process, whose host file MLX cannot read."""
+    """Return whether `mlx.launch` started one process; MLX fails on its empty host file."""
     file = os.environ.get("MLX_HOSTFILE")
     return bool(file) and Path(file or "").is_file() and not Path(file or "").read_text().strip()
 
@@ -88,13 +88,13 @@ def _end(why: str) -> None:
 
 
 def _end_with_launcher() -> None:
-    """Send this process SIGTERM when `mlx.launch`, which holds its standard input, exits."""
+    """Send SIGTERM to this process when `mlx.launch` exits, which closes its standard input."""
     if "MLX_RANK" not in os.environ or not stat.S_ISFIFO(os.fstat(0).st_mode):
         return
 
     def watch() -> None:
         poll = select.poll()
-        poll.register(0, 0)  # polls for no input: wakes when the other end is closed
+        poll.register(0, 0)  # no events requested: wakes only when the other end is closed
         poll.poll()
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -1,4 +1,4 @@
-"""Groups of commands, and help of commands with many options, arranged in groups."""
+"""Command groups, and help that arranges a command's many options in sections."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typer.main import get_command
 from penstock.errors import SettingError
 
 GROUPS = {
-    "Model": "config model model-name chat-template weights-dtype model-source system raw "
-    "ignore-model-context keep-billing-header tool-parser tools-without-template reasoning-parser",
+    "Model": "config model models model-name any-model-name adapter chat-template weights-dtype "
+    "model-source system raw ignore-model-context keep-billing-header tool-parser "
+    "tools-without-template reasoning-parser",
     "Answers": "max-tokens temperature top-p top-k min-p repetition-penalty seed",
     "Memory": "memory-limit memory-threshold max-kv-size keep-kv-size kv-bits max-batch-size "
     "prefill-chunk max-stall-ms speculative-tokens draft-model attend-tokens attend-rest "
@@ -24,11 +25,12 @@ GROUPS = {
     "Disk": "ssd-cache-dir ssd-cache-limit ssd-write-budget ssd-preload session-dir",
     "Network": "host port url api-key keys cors-origin allow-remote-images max-connections "
     "request-timeout drain-timeout",
+    "Logs": "log-format otlp-traces-endpoint",
     "Scale": "pipeline ray replicas max-replicas replica-cpus replica-gpus routing",
 }
-"""Flags by help group, without dashes."""
+"""Flags by section of the help, without leading dashes."""
 NARROW_COLUMNS = 72
-"""Terminal width below which flags take a third of each line."""
+"""Terminal width below which the flag column is a third of the width."""
 MOST_FLAG_COLUMNS = 30
 LONGEST_SUMMARY = 200
 """Maximum characters of a command's summary in the list of commands."""
@@ -43,7 +45,7 @@ REPLACED = {
 }
 
 ENTRY_POINTS = "penstock.commands"
-"""Entry-point group; each entry names a `typer.Typer`."""
+"""Entry-point group of additional commands; each entry is a `typer.Typer`."""
 BENCH_COMMANDS = ("bench", "bench-kv-cache", "eval")
 
 
@@ -84,7 +86,7 @@ class ListedCommands(TyperGroup):
 
 
 def flag_columns(width: int) -> int:
-    """Return the maximum width of a flag printed on the same line as its help.
+    """Return the maximum width of a flag that is printed on the same line as its help.
 
     >>> flag_columns(80), flag_columns(50)
     (30, 16)

@@ -1,14 +1,14 @@
-"""The largest request that `penstock serve` admits, measured with its engine."""
+"""Measurement of the largest request that `penstock serve` would admit."""
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock import config
 from penstock.cli import options
 from penstock.memory.sizes import format_bytes
+from penstock.passing_folders import passing_folder
 from penstock.plurals import counted
 
 if TYPE_CHECKING:
@@ -25,12 +25,13 @@ def largest_request(
     model: str, weights_dtype: config.WeightsDtype, memory_limit: int, **engine: Any
 ) -> LargestRequest:
     """Load a model and return the largest request that the server would admit."""
-    # mlx-lm takes a second to import, which a plan does not need.
+    # mlx-lm takes a second to import, and a plan without --measure does not need it.
     from penstock.cli.engines import make_engine
     from penstock.server.service import Service
 
-    loaded = options.load_quietly(model, weights_dtype, memory_limit)
-    with tempfile.TemporaryDirectory() as folder:
+    mtp = options.head_of(engine)
+    loaded = options.load_quietly(model, weights_dtype, memory_limit, mtp=mtp)
+    with passing_folder() as folder:
         if engine.get("active_kv_size") is not None:
             engine["ssd_cache_dir"] = folder
         with make_engine(loaded, memory_limit=memory_limit, **engine) as running:

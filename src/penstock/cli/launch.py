@@ -1,4 +1,4 @@
-"""`penstock launch`: start a coding agent, and a server for it if none answers."""
+"""`penstock launch`: starts a coding agent, and a server for it if none answers."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     import httpx
 
 START_SECONDS = 1_800.0
-"""Maximum wait for a server to load its model, including a download."""
+"""Maximum seconds to wait for a server to load its model, including a download."""
 SILENT_SECONDS = 60.0
-"""Maximum wait without an answer, output or CPU time from a starting server."""
+"""Maximum seconds to wait without an answer, output or CPU time of a starting server."""
 ANSWER_SECONDS = 2.0
-"""Timeout of one probe of a starting server."""
+"""Timeout in seconds of one probe of a starting server."""
 LOOK_SECONDS = 0.2
 NO_CONTEXT = 32_768
-"""Context size in tokens if the server does not report it."""
+"""Context size in tokens to assume if the server does not report it."""
 
 
 class LaunchFailed(PenstockError):
@@ -69,11 +69,10 @@ def launch(
 ) -> None:
     """Start a coding agent that uses a model on this machine.
 
-    Address, key, model and context size are set for this run only, through the agent's environment,
-    arguments and a temporary folder. Its own configuration is not changed. An agent that is not
-    installed runs through npx. If no server answers at --url, one is started there. Both end with
-    this command, and the server also ends with the agent. The server's settings come from the
-    environment, such as PENSTOCK_MEMORY_LIMIT.
+    Address, key, model and context size are set for this run only, with environment variables,
+    arguments and a temporary folder. The agent's own configuration is not changed. An agent that is
+    not installed is run with npx. If no server answers at --url, one is started there, with
+    settings from the environment, such as PENSTOCK_MEMORY_LIMIT; it ends with the agent.
     """
     from penstock.cli.remote import base_url  # httpx takes a moment to import
 
@@ -98,7 +97,7 @@ def launch(
 
 def _program(name: str) -> Program:
     if name not in PROGRAMS:
-        raise SettingError(f"{name} is not known; choose one of {', '.join(PROGRAMS)}")
+        raise SettingError(f"{name} is not supported; choose one of {', '.join(PROGRAMS)}")
     return PROGRAMS[name]
 
 
@@ -115,7 +114,7 @@ def _command(program: Program) -> tuple[str, ...]:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP exit the context, so that processes started in it are ended."""
+    """Let SIGTERM and SIGHUP raise SystemExit, so that processes started in the context end."""
 
     def leave(number: int, _: object) -> NoReturn:
         raise SystemExit(128 + number)
@@ -156,8 +155,8 @@ def _answers(http: httpx.Client, seconds: float) -> bool:
         http.get("/health", timeout=httpx.Timeout(seconds, connect=10.0))
     except httpx.ReadTimeout:
         raise LaunchFailed(
-            f"the server at {http.base_url} has not answered for {seconds:.0f} s; it may load "
-            f"its model, or hang: try again later, or name another with --url"
+            f"the server at {http.base_url} has not answered for {seconds:.0f} s; it may be "
+            f"loading its model, or hang: try again later, or use another with --url"
         ) from None
     except httpx.TransportError:
         return False
@@ -178,12 +177,12 @@ def _target(http: httpx.Client, url: str, key: str | None) -> Endpoint:
 
 @contextmanager
 def _started(http: httpx.Client, url: str, key: str | None, model: str) -> Iterator[None]:
-    """Run a server while the context is active, with its output in a file."""
+    """Run a server within the context, with its output in a temporary file."""
     host, port = http.base_url.host, http.base_url.port or 80
     if host not in LOOPBACK_HOSTS:
         raise SettingError(
             f"no server answers at {url}, and none can be started there from here; start "
-            f"penstock serve on that machine, or leave --url out"
+            f"penstock serve on that machine, or remove --url"
         )
     print(f"penstock: no server answers at {url}; starting one", file=sys.stderr)
     command = [sys.executable, "-m", "penstock", "serve", model]
@@ -196,7 +195,7 @@ def _started(http: httpx.Client, url: str, key: str | None, model: str) -> Itera
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            start_new_session=True,  # Ctrl-C is the program's
+            start_new_session=True,  # Ctrl-C is for the agent
         )
         try:
             _wait(server, http, output)
@@ -206,7 +205,7 @@ def _started(http: httpx.Client, url: str, key: str | None, model: str) -> Itera
 
 
 def _wait(server: subprocess.Popen[bytes], http: httpx.Client, output: IO[bytes]) -> None:
-    """Wait until a server answers; its output and CPU time are signs of life."""
+    """Wait until a server answers; raise LaunchFailed if it ends, or shows no activity."""
     began = heard = time.monotonic()
     signs = _signs(server, output)
     while server.poll() is None:
@@ -219,11 +218,11 @@ def _wait(server: subprocess.Popen[bytes], http: httpx.Client, output: IO[bytes]
             signs, heard = seen, now
         if now - heard > SILENT_SECONDS or now - began > START_SECONDS:
             raise LaunchFailed(
-                f"the server has not answered for {now - began:.0f} s, {now - heard:.0f} s of "
-                f"them without a sign of life; try penstock serve by itself"
+                f"the server has not answered for {now - began:.0f} s, and used no CPU time for "
+                f"{now - heard:.0f} s; try penstock serve by itself"
             )
     output.seek(0)
-    lines = output.read().decode(errors="replace").strip().splitlines() or ["it said nothing"]
+    lines = output.read().decode(errors="replace").strip().splitlines() or ["no output"]
     raise LaunchFailed(f"the server did not start: {lines[-1].removeprefix('penstock: ')}")
 
 
@@ -244,8 +243,8 @@ def _print_setup(program: Program, target: Endpoint, setup: Setup) -> None:
         return text if target.key == MADE_UP_KEY else text.replace(target.key, "(the key)")
 
     lines = [
-        f"penstock: {program.command} works with {target.model} at {target.url}, "
-        f"{counted(target.context_tokens, 'token')} of context; set for this start alone:",
+        f"penstock: {program.command} uses {target.model} at {target.url}, "
+        f"{counted(target.context_tokens, 'token')} of context; settings for this run:",
         *(f"  {name}={shown(value)}" for name, value in setup.environment.items()),
         *(f"  without {name}" for name in setup.unset if name in os.environ),
     ]
@@ -258,7 +257,7 @@ def _run(command: Sequence[str], setup: Setup) -> int:
     environment: dict[str, Any] = {**os.environ, **setup.environment}
     for name in setup.unset:
         environment.pop(name, None)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the program's
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the agent
     try:
         process = children.start(command, env=environment, preexec_fn=_default_interrupt)
         try:

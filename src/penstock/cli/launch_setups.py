@@ -1,6 +1,6 @@
-"""Settings that make each coding agent use a server.
+"""Settings with which each coding agent uses a server.
 
-Settings are environment variables, arguments, and files in a temporary folder. The user's own
+They are environment variables, arguments, and files in a temporary folder. The user's own
 configuration is neither read nor written.
 """
 
@@ -18,7 +18,7 @@ FOLDER = "{folder}"
 """Placeholder for the temporary folder, which is created later."""
 KEY_VARIABLE = "PENSTOCK_API_KEY"
 MADE_UP_KEY = "none-needed"
-"""Key for a server without keys, since the agents require one."""
+"""API key for a server without keys, because the agents require one."""
 MOST_OUTPUT = 32_000
 
 
@@ -41,7 +41,7 @@ class Setup:
     arguments: tuple[str, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
     unset: tuple[str, ...] = ()
-    """Environment variables to unset, which would select another server."""
+    """Environment variables to unset, because they would select another server."""
 
     def in_folder(self, folder: str) -> Setup:
         return Setup(
@@ -60,7 +60,7 @@ class Program:
 
 
 def past_proxies(setup: Setup, target: Endpoint, environment: Mapping[str, str]) -> Setup:
-    """Exclude a server on this machine from the proxies set in the environment.
+    """Return a setup that bypasses the environment's proxies for a server on this machine.
 
     >>> at_home = Endpoint("http://127.0.0.1:8080", "none", "m", 100)
     >>> dict(past_proxies(Setup({}), at_home, {"http_proxy": "x", "no_proxy": "a"}).environment)
@@ -193,7 +193,7 @@ PROGRAMS = {
 def shell_lines(
     command: tuple[str, ...], setup: Setup, arguments: tuple[str, ...] = ()
 ) -> Iterator[str]:
-    """Yield the POSIX shell commands that start a program like `penstock launch` does."""
+    """Yield POSIX shell commands that do the same as `penstock launch`."""
     if setup.files:
         yield "PENSTOCK_FOLDER=$(mktemp -d)"
     for name, text in setup.files.items():
@@ -206,7 +206,7 @@ def shell_lines(
 
 
 def _shell_word(text: str) -> str:
-    """Quote a word for a shell, replacing the temporary folder by a variable.
+    """Quote a word for a POSIX shell; the temporary folder becomes a variable.
 
     >>> print(_shell_word("a b"), _shell_word("{folder}/x"))
     'a b' "$PENSTOCK_FOLDER"/x

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -21,18 +22,30 @@ def open_engine(
     weights_dtype: WeightsDtype,
     limits: dict[str, Any],
     model_source: ModelSource = "auto",
+    adapter: Path | None = None,
 ) -> Engine:
-    loaded = options.load_model(model, weights_dtype, limits["memory_limit"], model_source)
+    """Load a model, and an adapter if given, and create an engine for one answer at a time."""
+    adapters = {} if adapter is None else {adapter.name: adapter}
+    limit = limits["memory_limit"]
+    loaded = options.load_model(
+        model, weights_dtype, limit, model_source, adapters, mtp=options.head_of(limits)
+    )
     # Only one answer decodes at a time, so blocks can be quantized during decoding.
     return make_engine(loaded, max_batch_size=1, kv_cache_quantize_when="active", **limits)
 
 
+def adapter_of(engine: Engine) -> str | None:
+    """Return the name of the engine's first adapter; None without adapters."""
+    return next(iter(engine.ask(lambda view: view.adapters).result()), None)
+
+
 class LocalChat:
-    """A conversation with a local model; the engine's prefix cache holds earlier turns."""
+    """A conversation with a local model; earlier turns are in the engine's prefix cache."""
 
     def __init__(self, engine: Engine, system: str | None = None) -> None:
         self.engine = engine
         self.system = system
+        self._adapter = adapter_of(engine)
         self.messages: list[dict[str, str]] = []
         self.reset()
 
@@ -44,10 +57,11 @@ class LocalChat:
         self.engine.clear()
 
     def answer(self, text: str, sampling: SamplingSettings) -> Generator[str]:
-        """Stream the answer; the turn is recorded once the last piece has been consumed."""
+        """Stream the answer; the turn is recorded after the last piece was consumed."""
         said = [*self.messages, {"role": "user", "content": text}]
         reply, figures = "", AnswerFigures()
-        with self.engine.chat(said, stream=True, **sampling.model_dump()) as answer:
+        settings = {**sampling.model_dump(), "adapter": self._adapter}
+        with self.engine.chat(said, stream=True, **settings) as answer:
             for piece in measured(answer, figures):
                 reply += piece
                 yield piece

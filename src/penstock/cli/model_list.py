@@ -20,14 +20,14 @@ MACHINES_GB = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 DEVICE_SHARE = 0.75
 """Share of a Mac's memory that Metal recommends for MLX."""
 WIDE_COLUMNS = 150
-"""Terminal width from which the list names sources."""
+"""Minimum terminal width at which the list shows sources."""
 
 
 def models(as_json: options.Json = False) -> None:
-    """List recommended models by the memory that they need, and which are downloaded.
+    """List recommended models by the memory that they need, and whether they are downloaded.
 
-    Sizes are about right. On a Mac with the memory shown the default --memory-limit holds the
-    weights and a quarter of their size in KV.
+    Sizes are approximate. On a Mac with the memory shown, the default --memory-limit has room for
+    the weights, and for a quarter of their size in KV.
     """
     here = {name: downloaded(name) is not None for name in RECOMMENDED}
     if as_json:
@@ -62,14 +62,14 @@ def pull(
 ) -> None:
     """Download a model.
 
-    Files that are complete are not fetched again, so that a download that was interrupted goes on.
+    Complete files are not downloaded again, so an interrupted download continues.
     """
     path = pull_model(name)
     print(f"{name} is in {path}; penstock serve {name}")
 
 
 def machine_gb(size_bytes: int) -> int:
-    """Return the memory in GB of the smallest machine for a model of a size.
+    """Return the memory in GB of the smallest machine for a model of `size_bytes`.
 
     >>> machine_gb(98_000_000), machine_gb(6_000_000_000), machine_gb(63_300_000_000)
     (4, 16, 128)

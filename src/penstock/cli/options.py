@@ -1,4 +1,4 @@
-"""Options shared by several commands, and checks of their values."""
+"""Options shared by several commands, and validation of their values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.models.mlx_lm import Loaded
 
 WITHOUT_VALUE = {"--kv-cache-quantization": "8"}
-"""Values of flags given without one, as in vllm-mlx's scripts."""
+"""Values of flags that may be given without one, as in scripts for vllm-mlx."""
 MODEL_HELP = (
     "Model folder, .gguf file, Hugging Face name (owner/model), or a name that penstock models "
     "lists; a name is downloaded once."
@@ -64,8 +64,14 @@ LOCAL_FIELDS = (
 )
 LocalEngine: TypeAlias = Annotated[dict[str, Any], Fields(config.EngineSettings, *LOCAL_FIELDS)]
 SamplingOptions: TypeAlias = Annotated[dict[str, Any], Fields(config.SamplingSettings)]
-System: TypeAlias = Annotated[
-    str | None, typer.Option(help="System prompt before the conversation.", metavar="TEXT")
+System: TypeAlias = Annotated[dict[str, str], Fields(config.ServerSettings, "system")]
+Adapter: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder of a LoRA or DoRA adapter in mlx-lm's form, with which the model answers.",
+        metavar="FOLDER",
+        show_default="none",
+    ),
 ]
 SERVER_URL = f"http://{config.HOST}:{config.PORT}"
 
@@ -92,7 +98,7 @@ Json: TypeAlias = Annotated[
 
 
 def with_values(arguments: Sequence[str]) -> list[str]:
-    """Insert the values of flags given without one.
+    """Insert the default values of flags given without a value.
 
     >>> with_values(["serve", "--kv-cache-quantization", "--port", "0"])
     ['serve', '--kv-cache-quantization', '8', '--port', '0']
@@ -119,7 +125,7 @@ def engine_size(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     limit = config.EMBEDDED_LIMIT if embedded else None
     if settings.get("memory_limit", 1) < 1:
         raise SettingError(
-            "--memory-limit is 0; give the memory for weights and caches, such as 16GB"
+            "--memory-limit is 0; set it to the memory for weights and caches, such as 16GB"
         )
     return {"memory_limit": limit} | dict(settings)
 
@@ -129,9 +135,12 @@ def load_model(
     weights_dtype: config.WeightsDtype,
     memory_limit: Any = None,
     model_source: config.ModelSource = "auto",
+    adapters: Mapping[str, Path] | None = None,
+    *,
+    mtp: str | None = None,
 ) -> Loaded:
     """Load a model, and report a conversion of its weights on standard error."""
-    loaded = load_quietly(model, weights_dtype, memory_limit, model_source)
+    loaded = load_quietly(model, weights_dtype, memory_limit, model_source, adapters, mtp=mtp)
     if loaded.weights_note is not None:
         print(f"penstock: weights {loaded.weights_note}", file=sys.stderr)
     return loaded
@@ -142,11 +151,40 @@ def load_quietly(
     weights_dtype: config.WeightsDtype,
     memory_limit: Any = None,
     model_source: config.ModelSource = "auto",
+    adapters: Mapping[str, Path] | None = None,
+    *,
+    mtp: str | None = None,
 ) -> Loaded:
-    # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
+    # mlx-lm takes a second to import, and --help and wrong flags do not need it.
     from penstock.models.loading import load_within
 
-    return load_within(model, weights_dtype, memory_limit, model_source)
+    return load_within(model, weights_dtype, memory_limit, model_source, adapters, mtp=mtp)
+
+
+def head_of(settings: Mapping[str, Any]) -> str | None:
+    """Return the multi-token head that an engine's settings name; None without one."""
+    from penstock.models import head_source
+
+    return head_source.head_of(settings)
+
+
+def adapter_folders(values: Sequence[str] | None) -> dict[str, Path]:
+    """Return the folders of adapters by name; SettingError if a name is repeated or has a plus.
+
+    >>> adapter_folders(["pirate=adapters/one", "adapters/legal"])
+    {'pirate': PosixPath('adapters/one'), 'legal': PosixPath('adapters/legal')}
+    """
+    folders: dict[str, Path] = {}
+    for value in values or ():
+        name, equals, folder = value.partition("=")
+        path = Path(folder if equals else value).expanduser()
+        name = name if equals else path.resolve().name
+        if not name or "+" in name or name in folders:
+            raise SettingError(
+                f"--adapter {value}: write NAME=FOLDER, with a unique name without a plus"
+            )
+        folders[name] = path
+    return folders
 
 
 def check_weights(
@@ -155,15 +193,17 @@ def check_weights(
     memory_limit: Any = None,
     parts: int = 1,
     model_source: config.ModelSource = "auto",
+    *,
+    mtp: str | None = None,
 ) -> None:
-    """Raise NeverFits if weights that other processes will load exceed the memory limit."""
+    """Raise NeverFits if weights to be loaded by other processes exceed the memory limit."""
     from penstock.models.loading import check_fits
 
-    check_fits(model, weights_dtype, memory_limit, parts, model_source)
+    check_fits(model, weights_dtype, memory_limit, parts, model_source, mtp=mtp)
 
 
 def check_template(template: str | None) -> None:
-    """Check that a `--chat-template` file exists; identifiers name templates of the model."""
+    """Raise SettingError for a missing template file; identifiers may be the model's templates."""
     if template is not None and not template.isidentifier():
         from penstock.models.chat_template import template_text
 
@@ -189,9 +229,9 @@ def check_folder_limit(limit_bytes: int) -> None:
 
 
 def check_writable(flag: str, folder: Path | None) -> None:
-    """Create a folder if needed; SettingError if it is not writable or not safe.
+    """Create a folder if needed; SettingError if it is not writable, or unsafe.
 
-    A folder is unsafe if it or a file in it belongs to another user, or if it is world-writable.
+    A folder is unsafe if it is world-writable, or if it or a file in it belongs to another user.
     """
     if folder is None:
         return
@@ -203,9 +243,7 @@ def check_writable(flag: str, folder: Path | None) -> None:
             pass
         _check_own(flag, folder)
     except OSError as error:
-        raise SettingError(
-            f"{flag} {folder}: {error.strerror}; name a folder that can be written to"
-        ) from None
+        raise SettingError(f"{flag} {folder}: {error.strerror}; use a writable folder") from None
 
 
 def _check_own(flag: str, folder: Path) -> None:
@@ -216,17 +254,17 @@ def _check_own(flag: str, folder: Path) -> None:
             f"{flag} {folder}: the folder is world-writable; remove that permission "
             f"(chmod o-w), or name another folder"
         )
-    # Links are checked themselves, not their targets, which their owner chose.
+    # Of a symbolic link the owner is checked, not the target.
     owned = [folder.stat(), *(path.lstat() for path in (folder, *folder.iterdir()))]
     if any(status.st_uid != os.geteuid() for status in owned):
         raise SettingError(
-            f"{flag} {folder}: it, or something in it, belongs to another user; name a folder of "
+            f"{flag} {folder}: it, or a file in it, belongs to another user; use a folder of "
             f"your own"
         )
 
 
 def check_tiers(settings: config.EngineSettings) -> None:
-    """Check settings of cold tiers before a model is loaded; errors contain no secrets."""
+    """Validate the settings of cold tiers before a model is loaded; errors contain no secrets."""
     if settings.cold_tiers:
         from penstock.engine.offload import tier_kinds
 
@@ -234,7 +272,7 @@ def check_tiers(settings: config.EngineSettings) -> None:
 
 
 def check_codec_settings(limits: Mapping[str, Any]) -> None:
-    """Check that the codec is known, and that codec settings have a codec."""
+    """Raise SettingError for an unknown codec, or for codec settings without a codec."""
     name = limits.get("kv_cache_quantization")
     fields = config.EngineSettings.model_fields
     flags = [
@@ -244,8 +282,8 @@ def check_codec_settings(limits: Mapping[str, Any]) -> None:
     ]
     if flags and name is None:
         raise SettingError(
-            f"{', '.join(flags)}: no codec is set; name one by --kv-cache-quantization, "
-            f"or leave this out"
+            f"{', '.join(flags)}: no codec is set; set one with --kv-cache-quantization, "
+            f"or remove this"
         )
     check_codec(name)
 
@@ -259,7 +297,7 @@ def check_codec(name: str | None) -> None:
         parse_scheme(name)
     except ValueError as error:
         raise SettingError(
-            f"--kv-cache-quantization: {error}; 8 is meant where a flag follows, or nothing"
+            f"--kv-cache-quantization: {error}; without a value it means 8"
         ) from None
 
 
@@ -286,7 +324,7 @@ def lenient_output() -> None:
 
 
 def check_text(what: str, text: str) -> None:
-    r"""Raise SettingError for text with surrogates, which represent bytes that are not UTF-8.
+    r"""Raise SettingError for text with surrogates, which stand for bytes that are not UTF-8.
 
     >>> check_text("the prompt", b"caf\xe9".decode(errors="surrogateescape"))
     Traceback (most recent call last):
@@ -295,8 +333,7 @@ def check_text(what: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        # surrogateescape adds 0xDC00 to the byte; other surrogates were in the text itself,
-        # and do not encode a byte.
+        # surrogateescape adds 0xDC00 to a byte; other surrogates were in the text itself.
         code = ord(text[error.start])
         shown = f"byte {code - 0xDC00:#04x}" if 0xDC80 <= code <= 0xDCFF else f"U+{code:04X}"
         raise SettingError(

@@ -1,10 +1,10 @@
-"""`penstock plan`: memory use and requests that fit, before loading a model."""
+"""`penstock plan`: computes memory use and the requests that fit, without loading a model."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
@@ -15,12 +15,21 @@ from penstock import config, memory
 from penstock.cli import options
 from penstock.cli.banner import largest_line
 from penstock.cli.largest_request import largest_request, spilled_line
+from penstock.cli.model_table import TableModel, table_models
+from penstock.cli.plan_several import (
+    PlannedMember,
+    PlannedTogether,
+    beside_pinned,
+    show_together,
+    together,
+)
+from penstock.cli.planned_spec import limit_or_usual, read_spec
+from penstock.cli.serve_options import ModelsFile, MoreModels
 from penstock.cli.settings_options import Fields, with_settings
 from penstock.cli.whole_words import print_line
 from penstock.errors import ModelError, SettingError
 from penstock.memory import ModelSpec, format_bytes
-from penstock.memory.model_config import read_config
-from penstock.models import named, recommended
+from penstock.models.head_source import head_of
 from penstock.plurals import counted
 from penstock.recall import MODEL_PATH
 
@@ -66,7 +75,7 @@ class MemoryPlan:
     advice: str | None
     notes: tuple[str, ...]
     largest_request_tokens: int | None = None
-    """Tokens of the largest request that the server admits; None if not measured."""
+    """Tokens of the largest request that the server would admit; None if not measured."""
     spilled: SpilledBytes | None = None
 
 
@@ -132,6 +141,8 @@ PlannedPipeline: TypeAlias = Annotated[
 @with_settings
 def plan(
     model: PlannedModel = str(MODEL_PATH),
+    more_models: MoreModels = None,
+    models_file: ModelsFile = None,
     weights_dtype: options.WeightsDtype = "auto",
     *,
     limit: PlannedLimit,
@@ -150,27 +161,44 @@ def plan(
     measure: Measure = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show the memory that a model needs and the requests that fit.
+    """Show the memory that one or several models need, and the requests that fit.
 
-    Reads the config and any headers of the weights; loads the model only with --measure. Exit code
-    is 0 if the batch fits, 1 if not.
+    Reads only the config and the headers of weight files; --measure loads the model. Exits with 0
+    if the batch fits, 1 if not.
     """
     draft_model: str | None = draft.get("draft_model")
     if draft_model is not None and hosts > 1:
-        raise SettingError("--draft-model does not work with --hosts; leave one of the two out")
+        raise SettingError("--draft-model does not work with --hosts; remove one of them")
     if measure and (hosts > 1 or kv_bits is not None):
-        raise SettingError("--measure does not work with --hosts or --kv-bits; leave them out")
+        raise SettingError("--measure does not work with --hosts or --kv-bits; remove these")
     if any(choice.values()) and not measure:
         raise SettingError(
             "--attend-tokens, --attend-rest and --active-kv-size change the largest request: add "
             "--measure"
         )
-    limit_bytes = _limit(limit.get("memory_limit"))
-    spec = _read_spec(_find(model), weights_dtype, limit_bytes)
+    limit_bytes = limit_or_usual(limit.get("memory_limit"))
+    if more_models or models_file is not None:
+        if measure or hosts > 1 or batch > 1 or kv_bits is not None or draft_model is not None:
+            raise SettingError(
+                "--measure, --hosts, --batch, --kv-bits and --draft-model do not work with "
+                "several models; plan one, or remove these"
+            )
+        given = [] if models_file is not None and model == str(MODEL_PATH) else [model]
+        models = table_models(
+            [*given, *(more_models or [])],
+            models_file,
+            weights_dtype=weights_dtype,
+            model_source="auto",
+            chat_template=None,
+        )
+        show_together(_planned_together(models, limit_bytes, window), as_json=as_json)
+        return
+    head = head_of(draft)
+    spec = read_spec(model, weights_dtype, limit_bytes, head=head)
     if any(choice.values()):
         spec = replace(spec, raw_dtype=None)
-    if draft_model is not None:
-        spec = _with_draft(spec, _read_spec(_find(draft_model), weights_dtype, limit_bytes))
+    if draft_model is not None and head is None:
+        spec = _with_draft(spec, read_spec(draft_model, weights_dtype, limit_bytes))
     memory_plan = make_plan(
         memory.divided(spec, hosts, pipeline=pipeline),
         memory_bytes=limit_bytes,
@@ -189,6 +217,29 @@ def plan(
         _show(memory_plan, Console(highlight=False, markup=False))
     if not memory_plan.fits:
         raise typer.Exit(1)
+
+
+def _planned_together(
+    models: Sequence[TableModel], limit_bytes: int, window: dict[str, Any]
+) -> PlannedTogether:
+    specs = [read_spec(model.path, model.weights_dtype, limit_bytes) for model in models]
+    weights = [spec.weight_bytes or 0 for spec in specs]
+    rooms = beside_pinned(weights, [model.pin for model in models], limit_bytes)
+    members = []
+    for model, spec, room in zip(models, specs, rooms, strict=True):
+        sized = {name: model.engine.get(name, value) for name, value in window.items()}
+        chosen = make_plan(spec, memory_bytes=max(0, room), **sized).chosen
+        members.append(
+            PlannedMember(
+                name=model.name,
+                pinned=model.pin,
+                weight_bytes=spec.weight_bytes,
+                bytes_per_token=chosen.full_bytes_per_token,
+                largest_tokens=chosen.largest_window_tokens,
+                missing_bytes=max(0, (spec.weight_bytes or 0) - max(0, room)),
+            )
+        )
+    return together(members, limit_bytes)
 
 
 def make_plan(
@@ -239,12 +290,12 @@ def make_plan(
 
 def _with_draft(spec: ModelSpec, draft: ModelSpec) -> ModelSpec:
     if draft.weight_bytes is None:
-        raise ModelError(f"{draft.name}: {draft.weight_source}; a draft model's weights must count")
-    added = f"{format_bytes(draft.weight_bytes)} of them the draft model's"
+        raise ModelError(f"{draft.name}: {draft.weight_source}; a draft model's size must be known")
+    added = f"including {format_bytes(draft.weight_bytes)} of the draft model"
     token = format_bytes(memory.bytes_per_token(draft, kind=None))
     note = (
-        f"the draft model {draft.name} needs {token} a token, in memory left free by caches; "
-        f"these bytes are freed first"
+        f"the draft model {draft.name} needs {token} a token, of memory that caches leave free; "
+        f"it is freed first"
     )
     return replace(
         spec,
@@ -255,11 +306,11 @@ def _with_draft(spec: ModelSpec, draft: ModelSpec) -> ModelSpec:
 
 
 def _window(spec: ModelSpec, max_kv_size: int | None) -> int:
-    """Return the window in tokens: as requested, or limited by the model's context length."""
+    """Return the window in tokens: the requested one, or the default within the context length."""
     if max_kv_size is None and spec.max_tokens is not None and spec.max_tokens < 2:
         raise ModelError(
             f"{spec.name}: max_position_embeddings is {spec.max_tokens}, and a window has at least "
-            "2 tokens; give one with --max-kv-size if the config is wrong there"
+            "2 tokens; set it with --max-kv-size if the config is wrong"
         )
     return max_kv_size or min(config.MAX_KV_SIZE, spec.max_tokens or config.MAX_KV_SIZE)
 
@@ -269,7 +320,7 @@ def _notes(spec: ModelSpec, window: int) -> tuple[str, ...]:
     if spec.weight_bytes is None:
         notes.append(f"weights: {spec.weight_source}; they are not counted")
     if spec.raw_dtype:
-        notes.append(f"keys and values are kept in {spec.raw_dtype} without a codec")
+        notes.append(f"keys and values are stored in {spec.raw_dtype} without a codec")
     if spec.max_tokens and window > spec.max_tokens:
         notes.append(
             f"the model's context is {counted(spec.max_tokens, 'token')}, less than the window"
@@ -353,12 +404,12 @@ def _arithmetic(
 
 
 def _advice(chosen: PlanRow, rows: tuple[PlanRow, ...], limit: int, free: int, batch: int) -> str:
-    """Describe by how much the chosen row does not fit, and each single change that would help."""
+    """Describe how many bytes the chosen row lacks, and each change that would suffice."""
     short = format_bytes(chosen.missing_bytes)
     if free <= 0:
         return (
             f"does not fit: the weights alone exceed --memory-limit by {format_bytes(-free)}; "
-            f"about {memory.enough_for(limit - free)} would be enough, or take a smaller or more "
+            f"about {memory.enough_for(limit - free)} would be enough, or use a smaller or more "
             "strongly quantized model"
         )
     ways = []
@@ -372,7 +423,7 @@ def _advice(chosen: PlanRow, rows: tuple[PlanRow, ...], limit: int, free: int, b
     ways.append(f"{short} more --memory-limit")
     return (
         f"does not fit: caches of {format_bytes(chosen.bytes_of_batch)} in "
-        f"{format_bytes(free)} beside the weights, {short} too much; use {' or '.join(ways)}"
+        f"{format_bytes(free)} besides the weights, {short} too much; use {' or '.join(ways)}"
     )
 
 
@@ -397,7 +448,7 @@ def _show(plan: MemoryPlan, console: Console) -> None:
         show(f"note: {reason}")
     for note in plan.notes:
         show(f"note: {note}")
-    show(plan.advice or "fits; a prompt's own working memory comes on top")
+    show(plan.advice or "fits; prefill needs additional working memory")
     if plan.largest_request_tokens is not None:
         show(largest_line(plan.largest_request_tokens))
     if plan.spilled is not None:
@@ -425,85 +476,3 @@ def _table(plan: MemoryPlan, *, narrow: bool) -> Table:
             "any" if row.largest_window_tokens is None else f"{row.largest_window_tokens:,}",
         )
     return table
-
-
-def _limit(given_bytes: int | None) -> int:
-    if given_bytes is None:
-        return _default_limit()
-    if given_bytes == 0:
-        raise SettingError("--memory-limit is 0; give the memory for weights and caches, as 16GB")
-    return given_bytes
-
-
-def _default_limit() -> int:
-    """Return the limit that `penstock doctor` shows, for which MLX queries the device."""
-    try:
-        from penstock.attention import devices  # a plan can be made where MLX has no back end
-    except ImportError:
-        return memory.read_machine_memory({}).default_limit_bytes
-    return devices.machine_memory().default_limit_bytes
-
-
-def _read_spec(path: Path, weights_dtype: config.WeightsDtype, limit_bytes: int) -> ModelSpec:
-    """Return a model's spec with the weights' size once loaded; reads only headers."""
-    # numpy takes a while to import, which --help need not wait for.
-    from penstock.models.model_files import open_model_file
-
-    def read(*, float32: bool) -> ModelSpec:
-        if file is None:
-            return memory.read_model_spec(path, float32=float32)
-        return memory.read_model_spec(
-            file.config, files=file.bytes_by_kind(float32=float32), float32=float32
-        )
-
-    file = open_model_file(path)
-    native, float32_spec = read(float32=False), read(float32=True)
-    try:
-        from penstock.models.weight_packer import can_pack, planned_kv_dtype
-        from penstock.models.widening import Widening  # where MLX has no back end, nothing is
-    except ImportError:
-        return native
-    packed = memory.packed_weight_bytes(path) if file is None else file.packed_bytes()
-    sizes = native.weight_bytes or 0, float32_spec.weight_bytes or 0
-    if packed == 0:  # no weights are there to be counted: slightly more than needed
-        packed = sizes[0] * 5 // 4
-    if packed is not None and weights_dtype == "auto" and not can_pack():
-        packed = None
-    choice = Widening(weights_dtype, *sizes, limit_bytes, packed)
-    if choice.packs:
-        settings = _config(path) if file is None else file.config
-        raw_dtype = None if choice.exact else planned_kv_dtype(native, settings)
-        return replace(float32_spec, weight_bytes=choice.loaded_bytes, raw_dtype=raw_dtype)
-    return float32_spec if choice.widens else native
-
-
-def _config(path: Path) -> dict[str, Any]:
-    return read_config(path / "config.json" if path.is_dir() else path)
-
-
-def _find(model: str) -> Path:
-    path = Path(model).expanduser()
-    if path.exists():
-        return path
-    if model in named.MODELS:
-        file = named.find(model)
-        if file is None:
-            raise ModelError(f"{model} is not downloaded yet; penstock generate --model {model} hi")
-        return file
-
-    model = recommended.source_of(model)
-    # The hub client takes 0.2 s to import, which a folder does not need. It
-    # is installed because mlx-lm loads through it (via transformers).
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        cached = try_to_load_from_cache(model, "config.json")
-    except HFValidationError:
-        cached = None
-    if isinstance(cached, str):
-        return Path(cached).parent
-    raise ModelError(
-        f"there is no {model}, and no downloaded model of that name; "
-        "name a model folder or its config.json"
-    )

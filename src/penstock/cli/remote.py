@@ -1,4 +1,4 @@
-"""A conversation with any server that supports OpenAI's chat completions."""
+"""Conversation with a server that supports OpenAI's chat completions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.errors import PenstockError, SettingError
 
 CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 300.0
-"""Read timeout; penstock's server sends periodic comments during a long prefill."""
+"""Read timeout in seconds; penstock's server sends periodic comments during a long prefill."""
 
 
 class RemoteError(PenstockError):
@@ -51,7 +51,7 @@ class Remote:
         self.turns = 0
 
     def answer(self, text: str, sampling: SamplingSettings) -> Generator[str]:
-        """Stream the answer; closing the generator early forgets the turn and disconnects."""
+        """Stream the answer; closing the generator early drops the turn and disconnects."""
         said = [*self.messages, {"role": "user", "content": text}]
         body: dict[str, Any] = {
             "model": self.model,
@@ -135,7 +135,7 @@ def connected(url: str) -> Iterator[None]:
         yield
     except httpx.ConnectError as error:
         raise RemoteError(
-            f"no server answers at {url}; start one with penstock serve, or name another with --url"
+            f"no server answers at {url}; start one with penstock serve, or use another with --url"
         ) from error
     except httpx.RemoteProtocolError as error:
         raise RemoteError(f"the server at {url} has ended") from error
@@ -146,7 +146,7 @@ def connected(url: str) -> Iterator[None]:
 
 
 def base_url(url: str) -> str:
-    """Return the URL without a trailing slash or `/v1`.
+    """Return a validated URL without a trailing slash or `/v1`.
 
     >>> base_url("http://localhost:8080/v1/")
     'http://localhost:8080'

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import logging
 import os
 import re
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -24,12 +22,20 @@ from penstock.blas import load_blas
 from penstock.cli import options
 from penstock.cli import serve_options as flags
 from penstock.cli.group import check_same, joined
+from penstock.cli.log_setup import set_up_logs
+from penstock.cli.reload import ReloadedFile
+from penstock.cli.serve_several import (
+    check_encoder,
+    check_several,
+    lone_encoder,
+    name_of,
+    serve_several,
+    table_models,
+)
 from penstock.cli.settings_options import with_settings
 from penstock.cli.start_progress import StartProgress
-from penstock.cli.whole_words import print_line
 from penstock.errors import ModelError, SettingError
 from penstock.extensions import extension
-from penstock.heap import give_back_freed_memory
 from penstock.models.recommended import RECOMMENDED, downloaded
 
 if TYPE_CHECKING:
@@ -38,10 +44,9 @@ if TYPE_CHECKING:
     from penstock.server.app import Server
 
 ALONE = (
-    "--pipeline divides a model among several processes; start them by mlx.launch (mlx.launch -n 2 "
-    "-- penstock serve ...)"
+    "--pipeline divides a model among several processes; start them with mlx.launch (mlx.launch -n "
+    "2 -- penstock serve ...)"
 )
-UNHEARD = ("uvicorn.error", "transformers.tokenization_utils_base")
 BACKLOG = 1_024
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 _ORIGIN = re.compile(r"\*|https?://[^/?#\s]+")
@@ -49,10 +54,15 @@ _ORIGIN = re.compile(r"\*|https?://[^/?#\s]+")
 
 @with_settings
 def serve(
+    context: typer.Context,
     model: flags.ServedModel = flags.EMBEDDED,
+    more_models: flags.MoreModels = None,
+    models_file: flags.ModelsFile = None,
+    any_model_name: flags.AnyModelName = False,
     config_file: flags.ConfigFile = None,
     model_name: flags.ModelName = None,
     chat_template: flags.ChatTemplate = None,
+    adapter: flags.Adapter = None,
     weights_dtype: options.WeightsDtype = "auto",
     model_source: options.ModelSource = "auto",
     *,
@@ -63,36 +73,75 @@ def serve(
     in_ray: flags.InRay = False,
     fleet: flags.Fleet,
 ) -> None:
-    """Serve a model through OpenAI's and Anthropic's APIs.
+    """Serve one or several models through OpenAI's and Anthropic's APIs.
 
-    Prefixes shared by prompts are computed and stored once, within --memory-limit. The first
-    SIGTERM or Ctrl-C lets open answers end; the second ends them with an error. Exit code 1 means
-    that the engine has died.
+    Common prefixes of prompts are computed and stored once, within --memory-limit. The first
+    SIGTERM or Ctrl-C lets open answers finish; the second ends them with an error. Exits with 1 if
+    the engine has died.
     """
     settings = config.parse(config.ServerSettings, **server)
     _check_origins(settings)
     cache_folder = engine.get("ssd_cache_dir")
+    adapters = options.adapter_folders(adapter)
+    options.check_text("--system", settings.system or "")
     for flag, value in (("--session-dir", settings.session_dir), ("--ssd-preload", ssd_preload)):
         if value and cache_folder is None:
-            raise SettingError(f"{flag} needs --ssd-cache-dir: it works on the blocks there")
+            raise SettingError(f"{flag} needs --ssd-cache-dir: it uses the blocks there")
     _check_reach(settings)
     if settings.keys is not None:
         config.read_keys(settings.keys)  # to report errors before the model is loaded
     limits = _checked_limits(model, engine)
     _check_template(chat_template, in_ray)
-    warnings = logging.StreamHandler()
-    warnings.setLevel(logging.WARNING)  # StartProgress prints INFO records
-    logging.basicConfig(format="penstock: %(message)s", handlers=[warnings])
-    _silence_libraries()
+    set_up_logs(settings)
     options.warn_of_slow_blas(load_blas())
-    name = model_name or _name(model)
+    several_given = bool(more_models) or models_file is not None
+    encoder = None if several_given else lone_encoder(model, model_name)
+    if encoder is not None:
+        check_encoder(
+            encoder,
+            pipeline=pipeline,
+            ray=in_ray,
+            ssd_preload=ssd_preload,
+            session_dir=settings.session_dir,
+            chat_template=chat_template,
+        )
+        with _listening(settings) as listener:
+            serve_several([encoder], settings, limits, listener, _stopped_by_signals, any_name=True)
+        return
+    if several_given:
+        check_several(
+            model_name=model_name,
+            adapter=adapters,
+            pipeline=pipeline,
+            ray=in_ray,
+            ssd_preload=ssd_preload,
+            session_dir=settings.session_dir,
+        )
+        options.check_writable("--ssd-cache-dir", cache_folder)
+        given = [] if models_file is not None and model == flags.EMBEDDED else [model]
+        several = table_models(
+            [*given, *(more_models or [])],
+            models_file,
+            weights_dtype=weights_dtype,
+            model_source=model_source,
+            chat_template=chat_template,
+        )
+        with _listening(settings) as listener:
+            serve_several(
+                several, settings, limits, listener, _stopped_by_signals, any_name=any_model_name
+            )
+        return
+    name = model_name or name_of(model)
     if in_ray:
         if pipeline:
             raise SettingError(ALONE)
+        if adapters:
+            raise SettingError("--adapter does not work with --ray; remove one of them")
         replicas = config.parse(config.FleetSettings, **fleet)
         run_in_ray = _check_ray(settings)
         limit = limits.get("memory_limit")
-        options.check_weights(model, weights_dtype, limit, model_source=model_source)
+        mtp = options.head_of(limits)
+        options.check_weights(model, weights_dtype, limit, model_source=model_source, mtp=mtp)
         return run_in_ray(
             model,
             name,
@@ -117,19 +166,33 @@ def serve(
             weights_dtype=weights_dtype,
             model_source=model_source,
             chat_template=chat_template,
+            adapters=adapters,
         )
         if ranks is not None:
-            _check_alone(ssd_preload=ssd_preload, session_dir=settings.session_dir)
+            _check_alone(
+                ssd_preload=ssd_preload, session_dir=settings.session_dir, adapter=adapters
+            )
             ranks.check_equal("--pipeline", pipeline)
             if not ranks.leads:
                 _follow(load, limits, ranks)
                 return
         elif pipeline:
             raise SettingError(ALONE)
+        reloaded = None if config_file is None else ReloadedFile(config_file, context)
         with _listening(settings) as listener:
             embedded = model == flags.EMBEDDED
             others = _downloaded_lines if embedded else list
-            _run(load, name, settings, limits, listener, ranks, others, preload=ssd_preload)
+            _run(
+                load,
+                name,
+                settings,
+                limits,
+                listener,
+                ranks,
+                others,
+                preload=ssd_preload,
+                reloaded=reloaded,
+            )
 
 
 def _downloaded_lines() -> list[str]:
@@ -137,11 +200,6 @@ def _downloaded_lines() -> list[str]:
     if not names:
         return []
     return [f"others   downloaded are {', '.join(names)}: penstock serve {names[-1]}"]
-
-
-def _silence_libraries() -> None:
-    for name in UNHEARD:
-        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
 def _checked_limits(model: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -157,7 +215,7 @@ def _checked_limits(model: str, settings: dict[str, Any]) -> dict[str, Any]:
 def _check_template(template: str | None, in_ray: bool) -> None:
     if template is not None and in_ray:
         raise SettingError(
-            "--chat-template does not work with --ray, whose router reads prompts as well; put the "
+            "--chat-template does not work with --ray, whose router also renders prompts; put the "
             "template into chat_template.jinja in the model's folder"
         )
     options.check_template(template)
@@ -168,7 +226,7 @@ def _check_alone(**flags: object) -> None:
         if value:
             raise SettingError(
                 f"--{flag.replace('_', '-')} does not work with a model on several machines, each "
-                f"of which has a folder of its own; leave it out"
+                f"of which has its own folders; remove it"
             )
 
 
@@ -189,17 +247,19 @@ def _load(
     weights_dtype: config.WeightsDtype,
     model_source: config.ModelSource,
     chat_template: str | None = None,
+    adapters: Mapping[str, Path] | None = None,
 ) -> Loaded:
     from penstock.models.mlx_lm import load_part
 
     if ranks is None:
         limit = limits.get("memory_limit")
-        loaded = options.load_quietly(model, weights_dtype, limit, model_source)
+        mtp = options.head_of(limits)
+        loaded = options.load_quietly(model, weights_dtype, limit, model_source, adapters, mtp=mtp)
     else:
         if model_source == "mlx-vlm":
             raise SettingError(
-                "--model-source mlx-vlm does not work with a model on several machines, whose "
-                "parts mlx-lm loads; leave it out"
+                "--model-source mlx-vlm does not work with a model on several machines, which only "
+                "mlx-lm supports; remove it"
             )
         options.check_weights(model, "native", limits.get("memory_limit"), ranks.size)
         loaded = load_part(model, ranks.group, pipeline=pipeline)
@@ -211,27 +271,20 @@ def _load(
     return loaded
 
 
-def _name(model: str) -> str:
-    path = Path(model).expanduser()
-    if path.suffix == ".gguf":
-        return path.stem
-    return path.resolve().name if path.is_dir() else model
-
-
 def _check_origins(settings: config.ServerSettings) -> None:
-    """Check that origins have the form that browsers send: scheme, host and optional port.
+    """Raise SettingError for origins without the form that browsers send, scheme://host[:port].
 
     Without a key, `*` is refused, as any page could read cached prompts.
     """
     if "*" in settings.cors_origin and not settings.needs_key:
         raise SettingError(
             "--cors-origin '*' without a key lets every page that is open in a browser here read "
-            "all prompts and answers in the cache; name the page's origin, or set PENSTOCK_API_KEY"
+            "all prompts and answers in the cache; set the page's origin, or set PENSTOCK_API_KEY"
         )
     for origin in settings.cors_origin:
         if not _ORIGIN.fullmatch(origin):
             raise SettingError(
-                f"--cors-origin {origin} is no origin; write it as https://host or "
+                f"--cors-origin {origin} is not an origin; write it as https://host or "
                 "http://host:port, without a path, or * for all"
             )
 
@@ -249,18 +302,18 @@ def _check_fleet(fleet: dict[str, Any]) -> None:
     for name, value in fleet.items():
         if value != getattr(usual, name):
             flag = config.flag_of(config.FleetSettings, name)
-            raise SettingError(f"--{flag} needs --ray: without it there is one server")
+            raise SettingError(f"--{flag} needs --ray: without it there is only one server")
 
 
 def _check_ray(settings: config.ServerSettings) -> Callable[..., None]:
-    """Return the plug-in that runs replicas, after checks that Ray would do too late."""
+    """Return the plug-in that runs replicas, after checks that Ray would make too late."""
     run: Callable[..., None] | None = extension("ray")
     if run is None or find_spec("ray") is None:
         raise SettingError("--ray needs Ray: pip install 'ray[serve]'")
     if settings.port == 0:
         raise SettingError("--ray needs a fixed --port: Ray's proxies cannot choose a free one")
-    if "RAY_ADDRESS" not in os.environ:  # a running Serve may use the port
-        _listening(settings).close()  # reports a port in use like without Ray
+    if "RAY_ADDRESS" not in os.environ:  # else a running Serve may use the port
+        _listening(settings).close()  # raises SettingError if the port is in use
     return run
 
 
@@ -272,7 +325,7 @@ def _listening(settings: config.ServerSettings) -> socket.socket:
     except OSError as error:
         why = (error.strerror or str(error)).partition(" (while ")[0]  # Python adds the address
         raise SettingError(
-            f"cannot listen on {where}: {why}; choose another --port (0 takes a free one) or --host"
+            f"cannot listen on {where}: {why}; choose another --port (0 for any free one) or --host"
         ) from error
 
 
@@ -296,17 +349,18 @@ def _run(
     others: Callable[[], list[str]],
     *,
     preload: bool,
+    reloaded: ReloadedFile | None,
 ) -> None:
-    # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
-    from penstock.cli.banner import LABEL_CELLS, TRY, banner
-    from penstock.cli.engines import make_engine
-    from penstock.server.app import Server
+    # mlx-lm takes a second to import, and --help and wrong flags do not need it.
+    from penstock.cli.banner import banner, print_banner
+    from penstock.cli.engines import freeze_loaded, make_engine
+    from penstock.server.app import Server, create_app
     from penstock.server.parsing.formats import check_names
     from penstock.server.service import Service
 
     check_names(settings.tool_parser, settings.reasoning_parser)
     console = Console(highlight=False, markup=False, force_terminal=sys.stdout.isatty())
-    with StartProgress(console, f"loading {name}"):
+    with StartProgress(console, f"loading {name}", quiet=settings.log_format == "json"):
         loaded = load()
         engine = make_engine(loaded, group=ranks, **limits)
         engine.bound_process()
@@ -314,7 +368,13 @@ def _run(
             engine.preload()
     with engine:
         service = Service(engine, loaded.tokenizer, settings, name, sampling=loaded.sampling)
-        server = Server(service)
+        server = Server(service, create_app(service))
+
+        def reload() -> None:
+            service.access.reload()
+            if reloaded is not None:
+                reloaded.reload(service.settings, service.change, engine.set_limit)
+
         with _stopped_by_signals(server):
             lines = banner(
                 engine,
@@ -326,17 +386,11 @@ def _run(
                 service.context_tokens,
                 chats=loaded.tokenizer.has_chat_template,
             )
-            for line in [*lines, *others()]:
-                if line.startswith(TRY):  # a command to copy, which a new line would break
-                    console.print(line, soft_wrap=True)
-                else:
-                    print_line(console, line, indent=LABEL_CELLS)
+            print_banner(console, [*lines, *others()])
             sys.stdout.flush()
-            gc.collect()
-            gc.freeze()  # the model is permanent: exclude it from collections
-            give_back_freed_memory()  # from loading, and from trial steps
-            if settings.keys is not None:
-                signal.signal(signal.SIGHUP, lambda *_: service.access.reload())
+            freeze_loaded()
+            if settings.keys is not None or reloaded is not None:
+                signal.signal(signal.SIGHUP, lambda *_: reload())
             server.run(sockets=[listener])
     if server.dead:
         print("penstock: the engine has died; see above", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Options of `penstock serve`, except the settings of engine, server and replicas."""
+"""Options of `penstock serve`, except those generated from settings classes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,30 @@ EMBEDDED = str(MODEL_PATH)
 
 ServedModel: TypeAlias = Annotated[
     str, typer.Argument(help=MODEL_HELP, envvar="PENSTOCK_MODEL", show_default="the embedded model")
+]
+MoreModels: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="More models, loaded on demand within one --memory-limit.", show_default=False
+    ),
+]
+ModelsFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--models",
+        help="TOML file with a table [[model]] for each of several models: path, name, aliases, "
+        "pin, ttl in seconds, and settings of its own.",
+        envvar="PENSTOCK_MODELS",
+        metavar="FILE",
+    ),
+]
+AnyModelName: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--any-model-name",
+        help="With several models: the first one answers requests for unknown names.",
+        envvar="PENSTOCK_ANY_MODEL_NAME",
+    ),
 ]
 ConfigFile: TypeAlias = Annotated[
     Path | None,
@@ -37,6 +61,17 @@ ModelName: TypeAlias = Annotated[
         envvar="PENSTOCK_MODEL_NAME",
         metavar="NAME",
         show_default="its folder's name",
+    ),
+]
+Adapter: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        help="LoRA or DoRA adapter in mlx-lm's form, which requests name as MODEL+NAME; may be "
+        "repeated. All share the model's weights.",
+        envvar="PENSTOCK_ADAPTER",
+        metavar="NAME=FOLDER",
+        show_default="none",
     ),
 ]
 ChatTemplate: TypeAlias = Annotated[

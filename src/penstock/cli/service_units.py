@@ -1,4 +1,4 @@
-"""Descriptions of `penstock serve` as a service of the user: a systemd unit, a launchd agent."""
+"""Service files for `penstock serve` as a user service: systemd unit and launchd agent."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 UNIT_NAME = "penstock.service"
 AGENT_LABEL = "mlx.penstock.serve"
 STOP_SECONDS = 90
-"""Seconds from SIGTERM to SIGKILL; `--drain-timeout` is 30 by default."""
+"""Seconds from SIGTERM to SIGKILL; must exceed `--drain-timeout`, which is 30 by default."""
 RESTART_SECONDS = 10
 USAGE_CODE = 2
-"""Exit code of a wrong flag or model, after which a restart is useless."""
+"""Exit code for a wrong flag or model, after which a restart would fail again."""
 _PLAIN_WORD = re.compile(r"[\w@+=:,./-]+")
 
 
 def systemd_unit(command: Sequence[str]) -> str:
-    """Return the text of a user unit that runs a command, and restarts it after a failure.
+    """Return a systemd user unit that runs a command, and restarts it after a failure.
 
     >>> [line for line in systemd_unit(["penstock", "serve", "my model"]).splitlines()
     ...  if line.startswith("ExecStart")]
@@ -43,7 +43,7 @@ WantedBy=default.target
 
 
 def launchd_agent(command: Sequence[str], log: Path) -> bytes:
-    """Return the property list of an agent that runs a command, and restarts it after a failure."""
+    """Return a launchd property list that runs a command, and restarts it after a failure."""
     agent = {
         "Label": AGENT_LABEL,
         "ProgramArguments": list(command),
@@ -51,7 +51,7 @@ def launchd_agent(command: Sequence[str], log: Path) -> bytes:
         "KeepAlive": {"SuccessfulExit": False},
         "ThrottleInterval": RESTART_SECONDS,
         "ExitTimeOut": STOP_SECONDS,
-        "ProcessType": "Interactive",  # a background process gets the slow cores
+        "ProcessType": "Interactive",  # background processes get only efficiency cores
         "StandardOutPath": str(log),
         "StandardErrorPath": str(log),
     }
@@ -59,7 +59,7 @@ def launchd_agent(command: Sequence[str], log: Path) -> bytes:
 
 
 def _systemd_word(word: str) -> str:
-    """Quote a word of a command line: systemd expands `%` and `$`, also within quotes."""
+    """Quote a word of a command line; systemd expands `%` and `$` even within quotes."""
     if _PLAIN_WORD.fullmatch(word):
         return word
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

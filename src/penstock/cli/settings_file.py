@@ -1,4 +1,4 @@
-"""Settings from a TOML file, whose keys set the defaults of flags."""
+"""Settings from a TOML file, whose values become the defaults of flags."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.regular_files import read_text
 
 
 def read_config(context: typer.Context, file: Path | None) -> Path | None:
-    """Use a TOML file's values as defaults of the flags; an option callback."""
+    """Option callback that uses a TOML file's values as defaults of the flags."""
     if file is not None and not context.resilient_parsing:
         flags = {str(parameter.name): parameter for parameter in context.command.params}
         read = _switched(read_toml(file, flags))
@@ -27,7 +27,7 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
 
 
 def _switched(read: dict[str, Any]) -> dict[str, Any]:
-    """Resolve booleans of flags with an optional value: true is the default, false unset."""
+    """Replace booleans of flags with an optional value: true by that value, false by nothing."""
     values = {flag[2:].replace("-", "_"): value for flag, value in WITHOUT_VALUE.items()}
     switches = {name for name in values if isinstance(read.get(name), bool)}
     on = {name: values[name] for name in switches if read[name]}

@@ -5,8 +5,8 @@
     @with_settings
     def command(*, sampling: SamplingOptions, as_json: options.Json = False) -> None: ...
 
-has a flag for each field, and receives a dictionary of the fields set. For a different
-help text, a command uses `option_of` with `words`.
+has a flag for each field, and receives a dictionary of the fields that are set. For another help
+text, a command uses `option_of` with `words`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PREFIX = "PENSTOCK_"
 
 
 class Fields:
-    """Settings fields offered as options of a command: those named, or all with a flag."""
+    """Settings fields offered as options of a command: `names`, or all that have a flag."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Fields:
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Expand a command's `Fields` parameters into their options."""
+    """Expand a command's `Fields` parameters into options; a decorator."""
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, Fields] = {}
     parameters: list[inspect.Parameter] = []
@@ -100,7 +100,7 @@ def size_text(count: int) -> str:
 
 def folder(flag: str, text: str) -> Path:
     if not text.strip():
-        raise SettingError(f"{flag} is empty; name a folder, or leave it out")
+        raise SettingError(f"{flag} is empty; set a folder, or remove it")
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
@@ -122,7 +122,7 @@ def option_of(
     unset: str | None = None,
     has_variable: bool = True,
 ) -> Any:
-    """Return the typer option of a field; `words` replaces its help, `unset` its shown default."""
+    """Return the Typer option of a field; `words` replaces its help, `unset` its shown default."""
     field, setting, flag = kind.model_fields[name], setting_of(kind, name), flag_of(kind, name)
     return typer.Option(
         f"--{flag}",

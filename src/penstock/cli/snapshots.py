@@ -13,13 +13,14 @@ from penstock.memory.sizes import format_bytes
 
 CONNECT_SECONDS = 5.0
 SILENCE_SECONDS = 20.0
-"""Seconds without data after which a server counts as lost; it sends two snapshots a second."""
+"""Read timeout in seconds; a server sends two snapshots per second."""
 
 Snapshot: TypeAlias = dict[str, Any]
-"""Body of `/v1/live`; see `penstock.server.live.Snapshot`."""
+"""One event of `/v1/live`; see `penstock.server.live.Snapshot`."""
 
 
-def snapshots(url: str, api_key: str | None) -> Iterator[Snapshot]:
+def snapshots(url: str, api_key: str | None, model: str | None = None) -> Iterator[Snapshot]:
+    """Yield a server's snapshots as it sends them; `model` selects one of several models."""
     address = base_url(url)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
@@ -28,6 +29,7 @@ def snapshots(url: str, api_key: str | None) -> Iterator[Snapshot]:
         httpx.stream(
             "GET",
             f"{address}/v1/live",
+            params={"model": model} if model else {},
             headers=headers,
             timeout=timeout,
             trust_env=not on_this_machine(address),
@@ -35,7 +37,10 @@ def snapshots(url: str, api_key: str | None) -> Iterator[Snapshot]:
     ):
         if answer.status_code != httpx.codes.OK:
             raise RemoteError(_refusal(address, answer))
-        yield from _parsed(address, answer)
+        for snapshot in _parsed(address, answer):
+            if model and not snapshot.get("models") and snapshot["model"] != model:
+                raise RemoteError(f"{address} serves {snapshot['model']}, and not {model}")
+            yield snapshot
     raise RemoteError(f"the server at {address} has ended")
 
 
@@ -45,8 +50,9 @@ def record(snapshot: Snapshot) -> Snapshot:
 
 def line(snapshot: Snapshot) -> str:
     stats = snapshot["stats"]
+    name = f"{snapshot['model'] or 'no model'}: " if snapshot.get("models") else ""
     return (
-        f"{stats['prefilling'] + stats['restoring'] + stats['running']} running, "
+        f"{name}{stats['prefilling'] + stats['restoring'] + stats['running']} running, "
         f"{stats['waiting'] + stats['preempted']} waiting; {used_of(stats)}; "
         f"hit rate {snapshot['hit_rate']:.0%}; "
         f"{snapshot['generated_per_second']:,.0f} tokens/s, "
@@ -77,7 +83,7 @@ def _parsed(address: str, answer: httpx.Response) -> Iterator[Snapshot]:
 def _refusal(address: str, answer: httpx.Response) -> str:
     if answer.status_code == httpx.codes.UNAUTHORIZED:
         return f"{address} requires a key; set --api-key or PENSTOCK_API_KEY"
-    if answer.status_code == httpx.codes.NOT_FOUND:
-        return f"{address} is no penstock server: it has no /v1/live"
     answer.read()
+    if answer.status_code == httpx.codes.NOT_FOUND and "model_not_found" not in answer.text:
+        return f"{address} is not a penstock server: it has no /v1/live"
     return refusal(answer)

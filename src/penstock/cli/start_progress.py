@@ -1,4 +1,4 @@
-"""Progress of loading a model, shown if it takes longer than a second."""
+"""Progress of startup, shown if it takes longer than a second."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOGGER = logging.getLogger("penstock")
 
 
 class StartProgress(logging.Handler):
-    """Log handler that shows startup steps: a spinner on a terminal, or lines on stderr."""
+    """Log handler that shows startup steps, with a spinner on a terminal or lines on stderr."""
 
     def __init__(
         self,
@@ -27,6 +27,7 @@ class StartProgress(logging.Handler):
         *,
         clock: Callable[[], float] = time.monotonic,
         stream: TextIO | None = None,
+        quiet: bool = False,
     ) -> None:
         super().__init__(logging.INFO)
         self.addFilter(lambda record: record.levelno == logging.INFO)
@@ -34,8 +35,10 @@ class StartProgress(logging.Handler):
         self._stream = stream
         self._began = clock()
         self._message = message
-        # A dumb terminal draws no spinner: it gets lines.
-        self._status: Status | None = console.status(message) if console.is_interactive else None
+        self._quiet = quiet
+        # A dumb terminal cannot draw a spinner, so it gets lines.
+        shown = console.is_interactive and not quiet
+        self._status: Status | None = console.status(message) if shown else None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._repeat, daemon=True)
         self._level = LOGGER.level
@@ -57,7 +60,7 @@ class StartProgress(logging.Handler):
         LOGGER.removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show a step, unless it is within the first second."""
+        """Show a step, except during the first second."""
         self._message = record.getMessage()
         if self._clock() - self._began >= QUIET_SECONDS:
             self._show()
@@ -72,5 +75,5 @@ class StartProgress(logging.Handler):
         line = f"{self._message} ({self._clock() - self._began:.0f} s)"
         if self._status is not None:
             self._status.update(line)
-        else:
+        elif not self._quiet:
             print(f"penstock: {line}", file=self._stream or sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`penstock top`: a running server's memory, cache, queue and requests, in a terminal."""
+"""`penstock top`: shows a running server's memory, cache, queue and requests in a terminal."""
 
 from __future__ import annotations
 
@@ -26,21 +26,25 @@ PLAIN_SECONDS = 1.0
 def top(
     url: options.ServerURL = options.SERVER_URL,
     api_key: options.ServerKey = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Model to watch, if the server has several."),
+    ] = None,
     once: Annotated[bool, typer.Option("--once", help="Show the state once and exit.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per line on standard output.")
     ] = False,
 ) -> None:
-    """Watch a running server: memory by purpose, hits, queue, speed, requests.
+    """Watch a running server: memory by kind, cache hits, queue, speed, requests.
 
-    Press q or Ctrl-C to quit. Exit code 2 if no server answers.
+    Press q or Ctrl-C to quit. Exits with 2 if no server answers.
     """
-    # httpx takes a moment to import, which --help and a wrong flag need not wait for.
+    # httpx takes a moment to import, and --help and wrong flags do not need it.
     from penstock.cli.snapshots import line, record, snapshots
     from penstock.cli.top_screen import drawn
 
     console = Console(highlight=False, markup=False, force_terminal=sys.stdout.isatty())
-    shown = snapshots(url, api_key)
+    shown = snapshots(url, api_key, model)
     if as_json:
         for snapshot in shown:
             print(json.dumps(record(snapshot)), flush=True)

@@ -1,4 +1,4 @@
-"""The screen of `penstock top`: one snapshot, laid out for the terminal's size."""
+"""Screen of `penstock top`: one snapshot, laid out for the terminal's size."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from penstock.plurals import counted
 BAR_CELLS = 48
 LABEL_CELLS = 9
 ROOMY_LINES = 20
-"""Terminal height from which blank lines and the legend are shown."""
+"""Minimum terminal height at which blank lines and the legend are shown."""
 ROOMY_CELLS = 76
-"""Terminal width from which all columns of requests are shown."""
+"""Minimum terminal width at which all columns of requests are shown."""
 
 COLORS = {
     "weights": "bright_black",
@@ -31,12 +31,12 @@ COLORS = {
     "key_index": "blue",
     "nodes": "cyan",
 }
-"""Colors of the memory bar, from permanent to short-lived kinds of memory."""
+"""Colors of the memory bar by kind of memory, from permanent to short-lived."""
 STATES = {"done": "green", "running": "cyan", "waiting": "yellow", "failed": "red"}
 
 
 def drawn(snapshot: Snapshot, url: str, width: int, height: int) -> RenderableType:
-    """Lay out a snapshot; the latest requests fill the remaining lines."""
+    """Lay out a snapshot; the last requests fill the remaining lines."""
     rows = _rows(snapshot, width - LABEL_CELLS, height >= ROOMY_LINES)
     figures = Table.grid(padding=(0, 2, 0, 0))
     figures.add_column(style="bright_black", width=LABEL_CELLS - 2)
@@ -44,7 +44,7 @@ def drawn(snapshot: Snapshot, url: str, width: int, height: int) -> RenderableTy
     for name, value in rows:
         figures.add_row(name, value)
     blank = [Text()] if height >= ROOMY_LINES else []
-    # Besides the rows: title, blank lines, table header, cursor line.
+    # Lines besides the rows: title, blank lines, table header, cursor.
     left = height - len(rows) - 3 - 2 * len(blank)
     requests = snapshot["requests"][::-1][: max(1, left)]
     table = _requests(requests, all_columns=width >= ROOMY_CELLS)
@@ -53,7 +53,7 @@ def drawn(snapshot: Snapshot, url: str, width: int, height: int) -> RenderableTy
 
 def _title(snapshot: Snapshot, url: str, width: int) -> Text:
     end = "q: quit"
-    version, model = snapshot["version"], snapshot["model"]
+    version, model = snapshot["version"], snapshot["model"] or "no model is loaded"
     room = width - len(end) - 2
     rest = _fitting(
         room,
@@ -78,6 +78,8 @@ def _rows(snapshot: Snapshot, cells: int, roomy: bool) -> list[tuple[str, Render
     rows: list[tuple[str, RenderableType]] = [("memory", memory)]
     if roomy:
         rows += [("", line) for line in _legend(stats["by_kind"], cells)]
+    if models := snapshot.get("models"):
+        rows += [("models", _fitting(cells, *_models(models)))]
     rows += [
         ("cache", _fitting(cells, *_cache(snapshot))),
         *((name, _tier(tier)) for name, tier in stats["tiers"].items()),
@@ -89,12 +91,25 @@ def _rows(snapshot: Snapshot, cells: int, roomy: bool) -> list[tuple[str, Render
 
 
 def _fitting(cells: int, *texts: str) -> str:
-    """Return the first text that fits in `cells`, or the last.
+    """Return the first text of at most `cells` characters, or the last text.
 
     >>> _fitting(8, "3 answers wait", "3 wait")
     '3 wait'
     """
     return next((text for text in texts if len(text) <= cells), texts[-1])
+
+
+def _models(models: list[dict[str, Any]]) -> tuple[str, ...]:
+    sizes = {model["name"]: f" {format_bytes(model['size'])}" for model in models if model["size"]}
+    pins = {model["name"]: " pinned" for model in models if model["pinned"]}
+    states = [(model["name"], model["state"]) for model in models]
+    return (
+        ", ".join(
+            f"{name} {state}{sizes.get(name, '')}{pins.get(name, '')}" for name, state in states
+        ),
+        ", ".join(f"{name} {state}" for name, state in states),
+        f"{sum(state == 'loaded' for _, state in states)} of {len(states)} loaded",
+    )
 
 
 def _cache(snapshot: Snapshot) -> tuple[str, ...]:

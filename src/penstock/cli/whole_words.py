@@ -1,4 +1,4 @@
-"""Line breaking for terminals, only between words, so that numbers are not split."""
+"""Line wrapping for terminals, only between words, so that numbers are not split."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from penstock.config.defaults import (
     RAW_FIRST_TOKENS,
     default_keep,
 )
-from penstock.config.engine_settings import EngineSettings, ModelSource, WeightsDtype
+from penstock.config.engine_settings import MTP, EngineSettings, ModelSource, WeightsDtype
 from penstock.config.fleet_settings import WORTH, FleetSettings, RoutingPolicy
 from penstock.config.sampling_settings import SamplingSettings
 from penstock.config.server_settings import LOOPBACK_HOSTS, SAMPLED, ServerSettings
@@ -37,6 +37,7 @@ __all__ = [
     "MAX_TOKENS",
     "MIN_QUANTIZE_TOKENS",
     "MLX_LM_MINOR",
+    "MTP",
     "PORT",
     "PREFILL_CHUNK",
     "RAW_FIRST_TOKENS",

@@ -35,9 +35,9 @@ class ApiKey(BaseModel):
     tokens_per_minute: Annotated[int | None, Field(ge=1)] = None
     """Limit on tokens of prompts and answers per minute."""
     salt: Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$", max_length=256, repr=False)] = ""
-    """Cache salt of the key's requests; defaults to the name. Other salts share no prefixes."""
+    """Cache salt of the key's requests; defaults to the name. Different salts share no prefixes."""
     admin: bool = False
-    """Whether the key may see and change cache entries of other keys."""
+    """Whether clients with this key may see and change cache entries of other keys."""
 
     @model_validator(mode="before")
     @classmethod
@@ -92,7 +92,8 @@ def _key(name: str, table: Any) -> ApiKey:
         raise SettingError(f"--keys: {_shown(name)} must be a table: [NAME], then key = ...")
     if not _NAME.fullmatch(name):
         raise SettingError(
-            f"--keys: {_shown(name)} is no name; use 1 to 64 letters, digits, dots, - and _"
+            f"--keys: {_shown(name)} is not a valid name; use 1 to 64 letters, digits, dots, - "
+            f"and _"
         )
     values = {**table, "name": name}
     if "name" in table:

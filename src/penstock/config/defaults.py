@@ -3,7 +3,7 @@
 MAX_KV_SIZE = 131_072
 """Maximum number of tokens whose keys and values a sequence holds."""
 KEEP = 4_096
-"""Number of first tokens of a sequence never dropped."""
+"""Number of first tokens of a sequence that are never dropped."""
 MAX_TOKENS = 512
 TEMPERATURE = 0.0
 MAX_BATCH_SIZE = 8
@@ -14,7 +14,7 @@ LEAST_ATTEND_TOKENS = 128
 """Minimum of `--attend-tokens`: the first, the recent and some selected tokens."""
 ATTEND_BLOCK_TOKENS = 16
 ATTEND_GROUP_TOKENS = 32
-"""Positions of a prompt that share a choice; chunks that cut them would choose otherwise."""
+"""Number of prompt positions that share a selection; splitting them would change it."""
 MAX_STALL_MS = 200
 """Maximum milliseconds of prefill between two decode steps: at least five tokens per second."""
 MIN_QUANTIZE_TOKENS = 256
@@ -33,7 +33,7 @@ KERNELS_VARIABLE = "PENSTOCK_KERNELS"
 
 
 def default_keep(max_kv_size: int) -> int:
-    """Return how many first tokens a window never drops by default: `KEEP`, or half of it.
+    """Return the default number of first tokens never dropped: `KEEP`, or half of a small window.
 
     >>> default_keep(131_072), default_keep(6_000)
     (4096, 3000)

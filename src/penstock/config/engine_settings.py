@@ -28,6 +28,8 @@ from penstock.plurals import counted
 
 WeightsDtype: TypeAlias = Literal["auto", "native", "float32", "packed", "packed-exact"]
 ModelSource: TypeAlias = Literal["auto", "mlx-lm", "mlx-vlm"]
+MTP = "mtp"
+"""Value of `draft_model` for the multi-token head of the model itself."""
 COLD_TIERS = ("ssd_cache_dir", "remote_cache")
 """Fields of `EngineSettings` that each enable a cold tier, nearest first."""
 
@@ -107,7 +109,7 @@ class EngineSettings(Settings):
         str | None,
         Setting(
             "Small model with the same tokenizer that proposes tokens for speculative decoding: "
-            "a folder, a .gguf file or a name.",
+            "a folder, a .gguf file or a name; mtp is the multi-token head in the model's folder.",
             "MODEL",
             unset="none",
         ),
@@ -375,10 +377,10 @@ class EngineSettings(Settings):
 
     @property
     def raw_first_tokens(self) -> int:
-        """Number of first tokens of a prompt never encoded.
+        """Number of first tokens of a prompt that are never quantized.
 
-        An active codec fixes a block's format before the length of the path is known, so that short
-        prompts stay raw only if all prompts begin raw.
+        With `active`, a block's format is chosen before the prompt's length is known, so short
+        prompts stay in full precision only if the beginning of every prompt does.
         """
         active = self.kv_cache_quantize_when == "active"
         short = self.kv_cache_min_quantize_tokens if active else 0
@@ -386,7 +388,7 @@ class EngineSettings(Settings):
 
     @property
     def least_quantized_tokens(self) -> int:
-        """Minimum length of a path of nodes at rest to be quantized, in tokens."""
+        """Minimum length in tokens of a path that is quantized when no running request reads it."""
         active = self.kv_cache_quantize_when == "active"
         return 0 if active else self.kv_cache_min_quantize_tokens
 

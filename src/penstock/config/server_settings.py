@@ -117,6 +117,15 @@ class ServerSettings(Settings):
         Field(ge=0.01, le=100.0),
         Setting("Default repetition penalty of requests.", "NUMBER", unset=MODELS_OWN),
     ] = None
+    system: Annotated[
+        str | None,
+        Field(min_length=1),
+        Setting(
+            "System message of conversations that have none.",
+            "TEXT",
+            unset="the chat template's own",
+        ),
+    ] = None
     ignore_model_context: Annotated[
         bool,
         Setting(
@@ -135,7 +144,7 @@ class ServerSettings(Settings):
         str | None,
         Setting(
             "Parse the model's tool calls in the format of this family: harmony, deepseek, llama "
-            "... (docs/server.md), none, or a parser of mlx-lm.",
+            "... (docs/tools.md), none, or a parser of mlx-lm.",
             "NAME",
             unset="by the chat template",
         ),
@@ -151,7 +160,7 @@ class ServerSettings(Settings):
         str | None,
         Setting(
             "Parse the model's reasoning between the marks of this family: think, harmony, mistral "
-            "... (docs/server.md), or none.",
+            "... (docs/tools.md), or none.",
             "NAME",
             unset="by the chat template",
         ),
@@ -173,6 +182,23 @@ class ServerSettings(Settings):
         Field(ge=0.0, allow_inf_nan=False),
         Setting("Continue open answers for this long on shutdown.", "SECONDS"),
     ] = 30.0
+    log_format: Annotated[
+        Literal["text", "json"],
+        Setting(
+            "Format of the log on standard error. json: an object per line, and one for each "
+            "request that has ended, with its id and without its text."
+        ),
+    ] = "text"
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Field(min_length=1),
+        Setting(
+            "Send a trace of each request to this OTLP endpoint, such as "
+            "http://127.0.0.1:4318/v1/traces; needs opentelemetry-sdk.",
+            "URL",
+            unset="none",
+        ),
+    ] = None
     session_dir: Annotated[
         Path | None,
         Setting(

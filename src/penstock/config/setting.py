@@ -79,7 +79,7 @@ def parse(kind: type[SettingsT], *, flags: bool = True, **values: Any) -> Settin
             if first["type"] == "extra_forbidden":
                 near = get_close_matches(name, kind.model_fields, 1)
                 raise SettingError(
-                    f"{name} is no setting" + (f"; did you mean {near[0]}?" if near else "")
+                    f"{name} is not a setting" + (f"; did you mean {near[0]}?" if near else "")
                 ) from None
             field = kind.model_fields.get(name)
             value = f" {first['input']}" if field is None or field.repr else ""

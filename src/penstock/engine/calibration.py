@@ -1,7 +1,7 @@
 """Calibration of an engine at startup: forward passes over random tokens, in reserved memory.
 
-Each run is split into the engine's own prefill chunks, so it needs only the buffers of a step and
-memory for its keys and values.
+Each run is split into prefill chunks of the engine's size, so it needs only the buffers of a step
+and memory for its keys and values.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Calibration:
         return self._fingerprint
 
     def centered(self, selection: Selection) -> Selection:
-        """Return a copy whose index subtracts each layer's mean key; LedgerFull without room."""
+        """Return a selection whose index subtracts each layer's mean keys; raises LedgerFull."""
         if not selection.layers:
             return selection
         shapes = self._runner.shapes
@@ -73,7 +73,7 @@ class Calibration:
             return replace(selection, index=replace(selection.index, centers=centers))
 
     def key_scales(self) -> tuple[Scales, ...]:
-        """Measure the scales of each layer's key channels; LedgerFull without room for the runs."""
+        """Measure the scale of each layer's key channels; raises LedgerFull."""
         runner, chunk = self._runner, min(SCALES_CHUNK, self._limits.step_tokens)
         numbers = (SCALES_CHUNK * (s.kv_heads + runner.heads) * s.key_dim for s in runner.shapes)
         beside = SQUARES_BYTES * max(numbers, default=0)
@@ -84,7 +84,7 @@ class Calibration:
         self, remembered: Callable[[str, Callable[[], T]], T], measure: Callable[[], T]
     ) -> T:
         runner, limits = self._runner, self._limits
-        if runner.ranks > 1:  # all ranks run together: none may have a file that another lacks
+        if runner.ranks > 1:  # ranks must run together, but only some may have the file
             return measure()
         run_as = (limits.step_tokens, limits.max_kv_size, limits.keep_tokens, repr(runner.device))
         return remembered(f"{self.fingerprint} {run_as}", measure)

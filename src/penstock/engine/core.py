@@ -6,7 +6,7 @@
                 postprocess: commit, emit, requantize, offload
 
 A failed step leaves all sequences unchanged: the columns it wrote are past their visible ends.
-`parts` constructs the parts of a core; `view` answers queries.
+`parts` constructs the components of a core; `view` answers queries.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from penstock.engine.request import Request
 from penstock.engine.settings import checked
 from penstock.engine.stats import Cleared
 from penstock.errors import PenstockError, SettingError
+from penstock.ledger import Kind, Ledger
 
 
 class Core(EngineParts):
@@ -38,9 +39,11 @@ class Core(EngineParts):
         model: model, as loaded by mlx-lm.
         tokenizer: mlx-lm's tokenizer wrapper; None disables text output and end-of-sequence tokens.
         clock: returns the time in seconds, for deadlines and recency.
-        group: processes that run the same engine on the other parts of a divided model.
+        group: process group of the ranks among which the model is divided; None for one process.
         fingerprint: identifies everything besides the tokens that KV depends on.
-        draft_model: folder, file or name of a draft model, or a pair of model and tokenizer.
+        draft_model: folder, file or name of a draft model, a pair of model and tokenizer, or
+            "mtp" for the head of `model`.
+        ledger: memory ledger, which several models may share; None creates one.
         settings: fields of `config.EngineSettings`; `memory_limit` may be a string like "16GB".
 
     Raises:
@@ -58,29 +61,32 @@ class Core(EngineParts):
         group: ProcessGroup | None = None,
         fingerprint: str = "",
         draft_model: Any = None,
+        ledger: Ledger | None = None,
         **settings: Any,
     ) -> None:
         group = ProcessGroup(clock) if group is None else group
         limits = checked(settings, drafts=draft_model is not None)
-        super().__init__(model, tokenizer, limits, group, fingerprint, draft_model)
+        super().__init__(model, tokenizer, limits, group, fingerprint, draft_model, ledger)
         self._closed = False
         self._settled: tuple[int, ...] = ()
         """State after the last step that must be equal on all ranks."""
-        self._other_bytes = max(0, mx.get_active_memory() - self.budget.weights_bytes)
+        weights = self.ledger.whole.by_class()[Kind.WEIGHTS]
+        self._other_bytes = max(0, mx.get_active_memory() - weights)
         """Bytes of MLX arrays outside the engine."""
         self._share_mlx()
         self.intake.account_grammars(self.reserve_grammars, alone=group.size == 1)
-        finalize(self, mlx_limits.share, id(self), None)  # also of a core that is never closed
+        finalize(self, mlx_limits.share, id(self), None)  # also if the core is never closed
         give_back()  # what loading, packing and measuring have freed
 
     def _share_mlx(self) -> None:
-        limit = self._other_bytes + self.ledger.limit_bytes
-        mlx_limits.share(id(self), MLXShare(self.budget.step_bytes, limit))
+        whole = self.ledger.whole
+        limit = self._other_bytes + whole.limit_bytes
+        mlx_limits.share(id(self), MLXShare(self.budget.step_bytes, limit, id(whole)))
 
     # ---- requests
 
     def submit(self, request: Request) -> Handle:
-        handle = Handle(request, self.cancel)
+        handle = Handle(self.intake.keyed(request), self.cancel)
         self.enqueue(handle)
         return handle
 
@@ -89,12 +95,12 @@ class Core(EngineParts):
         return self.intake.enqueue(handle)
 
     def set_aside_prompts(self, nbytes: int) -> int:
-        """Resize the reservation for prompts, up to half of the free bytes; return its bytes."""
+        """Resize the reservation for prompts, up to half of the free bytes; return its size."""
         self.group.note("set_aside_prompts", nbytes=nbytes)
         return self.budget.set_aside_prompts(nbytes)
 
     def reserve_grammars(self, nbytes: int) -> None:
-        if self.group.rank == 0:  # it tells the others
+        if self.group.rank == 0:  # which notifies the others
             self.group.note("reserve_grammars", nbytes=nbytes)
             self.budget.reserve_grammars(nbytes)
 
@@ -118,8 +124,8 @@ class Core(EngineParts):
         """Run one step. Return False if there was nothing to do.
 
         Args:
-            send_later: whether all tokens but an answer's first are posted during the next step,
-                which must then follow at once.
+            send_later: whether tokens other than an answer's first are delivered during the next
+                step, which the caller must then run at once.
         """
         self._begin()
         if self._closed:  # by rank 0
@@ -136,6 +142,10 @@ class Core(EngineParts):
                     len(self.admission.sequences),
                     self.prefixes.tree.tokens,
                 )
+
+    def send(self) -> None:
+        """Deliver the tokens that were held back for the next step."""
+        self.postprocessor.send()
 
     # ---- commands
 
@@ -158,8 +168,14 @@ class Core(EngineParts):
         else:
             {"drain": self.drain, "clear": self.clear}[command.name]()
 
+    def evict_prefixes(self, nbytes: int) -> int:
+        """Evict the least valuable prefixes not in use; return the bytes freed."""
+        freed = self.prefixes.shrink(nbytes, "limit")
+        give_back()
+        return freed
+
     def preload(self) -> int:
-        """Restore the most valuable prefixes from the cold tiers; return their number of tokens."""
+        """Restore the most valuable prefixes from the cold tiers; return the number of tokens."""
         if self.group.size > 1:  # each rank would wait for its own disk
             return 0
         return self.tiers.preload(self.stores.capture)
@@ -182,15 +198,15 @@ class Core(EngineParts):
         give_back()
 
     def bound_process(self) -> None:
-        """Evict cold nodes whenever this process is too large for the memory limit."""
+        """Evict cold nodes whenever the memory of the whole process exceeds its bound."""
         self.pressure.bound_process()
 
     def clear(self) -> tuple[Cleared, dict[str, Future[int | None]]]:
-        """Evict all prefixes not in use; return what went, and a future for each tier."""
+        """Evict all prefixes not in use; return what was evicted, and a future for each tier."""
         self.group.note("clear")
         tree = self.prefixes.tree
         nodes, nbytes = len(tree), tree.nbytes
-        # First the tiers: ends of conversations would else be written as they are evicted.
+        # Tiers first: otherwise conversation ends would be written to them when evicted.
         removed = self.tiers.clear()
         self.prefixes.clear()
         self.speculator.forget()
@@ -210,7 +226,7 @@ class Core(EngineParts):
         Args:
             error: error with which open answers end; None cancels them.
         """
-        if error is None and not self._closed:  # else the end of this process tells the others
+        if error is None and not self._closed:  # otherwise the others see this process end
             self.group.note("close")
             self._begin()
         self._let_go(error)

@@ -1,4 +1,4 @@
-"""`Engine`: a thread-safe front for the core, which runs on a thread of its own."""
+"""`Engine`: a thread-safe interface to the core, which runs on its own thread."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from penstock.engine.text_calls import (
     text_request,
     text_tokens,
 )
+from penstock.engine.turns import Turns
 from penstock.engine.view import EngineView
 from penstock.errors import EngineStopped, SettingError
 from penstock.kv.checks import loaded_model
@@ -40,13 +41,15 @@ from penstock.prefix.explanation import Explanation
 logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 120.0
-"""Longest time that a call waits for the engine's thread, which serves calls between steps."""
+"""Timeout of a call to the engine's thread, which serves calls between steps."""
 STEP_SECONDS = 600.0
-"""Longest time of a step or a call. An engine that takes longer is taken to hang, as an MLX
-evaluation may, and counts as dead."""
+"""Seconds after which a step or call counts as hung, and the engine as dead. MLX evaluations may
+hang."""
 IDLE_SECONDS = 0.2
+CROWDED_SECONDS = 0.005
+"""Maximum wait for a call while requests wait for memory of other models."""
 CLEAR_SECONDS = 30.0
-"""Longest time that `clear` waits for the cold tiers."""
+"""Default timeout of `clear` for the cold tiers."""
 SHARED_TIER = "its blocks are shared with other servers, and stay"
 DRAIN_SECONDS = 0.05
 """Interval at which `drain` checks for open requests."""
@@ -84,7 +87,8 @@ class Engine:
         speculative_tokens: maximum number of proposed tokens per sequence and step; 0 disables
             speculative decoding.
         draft_model: folder, file or name of a small model with the same tokenizer that proposes
-            tokens, or a pair of model and tokenizer as returned by `load`.
+            tokens, or a pair of model and tokenizer as returned by `load`; or "mtp" for the
+            multi-token head of `model`, loaded with `mtp=True`.
         max_queue: maximum number of waiting answers.
         memory_threshold: share of the machine's memory, in use by all programs, from which cold
             prefixes are evicted. By default 0.8 to 0.95, more on larger machines. On a device with
@@ -93,6 +97,8 @@ class Engine:
         ssd_cache_dir, remote_cache: folder or URL of a cold tier; None disables it.
         settings: any other fields of `config.EngineSettings`; sizes may be strings.
         group: processes among which the model is divided; this process is the first.
+        ledger: a `ModelLedger` if several engines share a limit; by default, a new ledger.
+        turns: mutual exclusion of the engines that share a ledger; required with `ledger`.
         fingerprint: identifies everything besides the tokens that KV depends on; with a cold tier
             it defaults to a hash of the weights and the settings.
 
@@ -102,7 +108,9 @@ class Engine:
         SettingError: a setting is out of range.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, **settings: Any) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any = None, *, turns: Turns | None = None, **settings: Any
+    ) -> None:
         loaded_model("Engine", model)
         self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._gate = threading.Lock()
@@ -110,6 +118,7 @@ class Engine:
         self._closed = False
         self._closing = False
         self._templates = TemplateRenderer()
+        self._turns = Turns() if turns is None else turns
         self._begun_at = time.monotonic()
         """Start of the current step or call, on the clock of `time.monotonic`."""
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
@@ -207,9 +216,9 @@ class Engine:
     def submit(self, request: Request) -> Handle:
         """Queue a request and return its handle.
 
-        An answer may end before `max_tokens`, where the memory of its sequence does. A number above
+        An answer ends before `max_tokens` if its sequence runs out of memory. A `max_tokens` above
         both the model's context and `max_kv_size` is refused, except `Request.ENDLESS`; `open`
-        reads any number as a limit.
+        accepts any number.
 
         Raises:
             NeverFits: prompt and answer would not fit, even if everything else were evicted.
@@ -236,12 +245,13 @@ class Engine:
         """Create the handle of a request without queuing the request.
 
         For callers that must not wait: `engine.enqueue([handle])` queues the request. A caller that
-        gives up on `enqueue` must cancel the handle. A grammar is compiled here, which may take a
-        second the first time: do not call this on the thread of an event loop.
+        stops waiting for `enqueue` must cancel the handle. A grammar is compiled here, which may
+        take a second the first time: do not call this on the thread of an event loop.
 
         Raises:
-            SettingError: the grammar is invalid.
+            SettingError: the grammar is invalid, or there is no such adapter.
         """
+        request = self._core.intake.keyed(request)
         constraint = self._core.intake.constraint(request)
         return Handle(request, self._cancel, lambda: self.alive, constraint)
 
@@ -318,7 +328,7 @@ class Engine:
         for name, answer in answers.items():
             removed, why = None, SHARED_TIER
             if not TIER_KINDS[name].is_shared:
-                why = f"it has not ended within {timeout_seconds:.0f} s"
+                why = f"it did not finish within {timeout_seconds:.0f} s"
                 with suppress(TimeoutError):
                     removed = answer.result(max(0.0, until - time.monotonic()))
                     why = "it is off; its blocks are removed before it is used again"
@@ -328,12 +338,16 @@ class Engine:
                 cleared.tier_blocks[name] = removed
         return cleared
 
+    def evict_prefixes(self, nbytes: int) -> Future[int]:
+        """Evict the least valuable prefixes; never waits. Returns a future of the bytes freed."""
+        return self._later(lambda core: core.evict_prefixes(nbytes))
+
     def preload(self) -> int:
         """Restore the most valuable prefixes from the cold tiers; return the tokens added."""
         return self._wait(self._later(lambda core: core.preload()))
 
     def set_aside_prompts(self, nbytes: int) -> int:
-        """Reserve bytes for a server's prompts; return them: at most half of the free ones."""
+        """Reserve memory for a server's prompts, at most half of what is free; return the bytes."""
         return self._wait(self._later(lambda core: core.set_aside_prompts(nbytes)))
 
     def check(self) -> None:
@@ -352,7 +366,7 @@ class Engine:
 
     @property
     def image_reader(self) -> ImageReader | None:
-        """The model's reader of images; None if this engine takes text alone."""
+        """The model's reader of images; None if this engine accepts only text."""
         core = self._core
         return image_reader(core.runner.model) if core.group.size == 1 else None
 
@@ -398,7 +412,7 @@ class Engine:
         try:
             return answer.result(seconds)
         except TimeoutError:
-            if not answer.cancel():  # it is being done, or it raised a TimeoutError of its own
+            if not answer.cancel():  # it is running, or raised a TimeoutError itself
                 seconds = STEP_SECONDS
                 concurrent.futures.wait([answer], seconds)
                 if answer.done():
@@ -412,7 +426,8 @@ class Engine:
         make, started = self._calls.get()
         try:
             try:
-                core = make()
+                with self._turns.turn(self):  # it measures peak memory, which is per process
+                    core = make()
             except BaseException as error:  # noqa: BLE001 - handed to the calling thread
                 started.set_exception(error)
                 return
@@ -421,34 +436,60 @@ class Engine:
             try:
                 worked = False
                 while not self._closing:
-                    self._serve(wait=core.view.idle and not worked)
-                    self._begun_at = time.monotonic()
-                    # With nothing to do a step still evicts for other programs.
-                    worked = core.step(send_later=True)
+                    first = self._next_call(self._wait_seconds(core, worked))
+                    self._begun_at = time.monotonic()  # waiting for the turn counts, too
+                    with self._turns.turn(self):
+                        worked = self._work(core, first)
             except BaseException as error:
                 fault = f"{type(error).__name__}: {error}"
-                core.close(EngineStopped(f"the engine's thread has died: {fault}"))
+                with self._turns.turn(self):
+                    core.close(EngineStopped(f"the engine's thread has died: {fault}"))
                 raise
-            core.close()
+            with self._turns.turn(self):
+                core.close()
         finally:
+            self._turns.forget(self)
             self._refuse_calls()
             # A stream whose thread is gone would abort the process when the interpreter ends.
             mx.clear_streams()
 
-    def _serve(self, *, wait: bool) -> None:
-        """Execute all queued calls; if `wait`, wait up to `IDLE_SECONDS` for the first."""
+    def _work(self, core: Core, call: Call | None) -> bool:
+        """Serve calls and run steps until the turn ends; return whether the last step had work."""
+        while True:
+            self._serve(call)
+            self._begun_at = time.monotonic()
+            # Even an idle step evicts prefixes when other programs need memory.
+            worked = core.step(send_later=not self._turns.is_contended)
+            if self._closing or not worked or self._turns.is_over(self):
+                core.send()
+                return worked
+            call = self._next_call(0)
+
+    @staticmethod
+    def _wait_seconds(core: Core, worked: bool) -> float:
+        if worked:
+            return 0
+        if core.view.idle:
+            return IDLE_SECONDS
+        return CROWDED_SECONDS if core.ledger.crowded else 0
+
+    def _next_call(self, seconds: float) -> Call | None:
         try:
-            call, answer = self._calls.get(timeout=IDLE_SECONDS) if wait else self._calls.get(False)
-            while True:
-                self._begun_at = time.monotonic()
-                try:
-                    if answer.set_running_or_notify_cancel():
-                        answer.set_result(call())
-                except BaseException as error:  # noqa: BLE001 - handed to the caller
-                    answer.set_exception(error)
-                call, answer = self._calls.get(False)
+            return self._calls.get(timeout=seconds) if seconds else self._calls.get(False)
         except queue.Empty:
-            return
+            return None
+
+    def _serve(self, call: Call | None) -> None:
+        """Execute a call and all calls queued after it."""
+        while call is not None:
+            make, answer = call
+            self._begun_at = time.monotonic()
+            try:
+                if answer.set_running_or_notify_cancel():
+                    answer.set_result(make())
+            except BaseException as error:  # noqa: BLE001 - handed to the caller
+                answer.set_exception(error)
+            call = self._next_call(0)
 
     def _refuse_calls(self) -> None:
         with self._gate:
@@ -475,7 +516,7 @@ def _enqueue(core: Core, handles: Sequence[Handle]) -> Explanation | None:
     first = handles[0].request
     try:
         return core.view.explain(first.keyed_prompt, first.salt, block_hashes=block_hashes[0])
-    # A boundary: an explanation may fail, an answer may not.
+    # A failed explanation must not fail the request.
     except Exception as error:
         logger.error("explaining a prompt failed: %s", type(error).__name__)
         logger.debug("traceback of the error above", exc_info=error)

@@ -40,8 +40,8 @@ def reserve_fixed(
     In a group, all ranks reserve the bytes of the rank whose step takes the most.
 
     Raises:
-        LedgerFull, NeverFits: pool and step do not fit beside the weights.
-        StepTooLarge: not even a fraction of them fits; nothing was reserved.
+        LedgerFull, NeverFits: pool and step do not fit in the memory left by the weights.
+        StepTooLarge: a batch or chunk is far too large; nothing was reserved.
     """
     slots, spare = limits.max_batch_size, limits.speculative_tokens
     large = LARGE_POOL_TOKENS * runner.token_bytes <= POOL_SHARE * weights.nbytes
@@ -52,7 +52,7 @@ def reserve_fixed(
     estimator = measured_estimator(runner, limits, tails, ledger)
     step_bytes = group.maximum(estimator.step_bytes) + (SharedText.nbytes_of() if spare else 0)
     step = ledger.reserve(Kind.BUFFERS, step_bytes)
-    tails.drop()  # until a sequence decodes
+    tails.drop()  # allocated again when a sequence decodes
     chunk = ledger.reserve(Kind.BUFFERS, 0)
     return FixedReservations(weights=weights, pool=pool, step=step, chunk=chunk), tails, estimator
 
@@ -60,7 +60,7 @@ def reserve_fixed(
 def measured_estimator(
     runner: Runner, limits: EngineSettings, tails: Tails, ledger: Ledger
 ) -> MemoryEstimator:
-    """Measure the largest steps, for an estimator of all. Raises LedgerFull or NeverFits."""
+    """Measure the largest steps; return an estimator of all. Raises LedgerFull or NeverFits."""
     reserve = partial(ledger.reserve, Kind.BUFFERS)
     peaks = step_peaks(runner, limits, tails, reserve, lambda: ledger.free_bytes)
     return MemoryEstimator(figures_of(runner), limits, runner.device.memory, peaks, runner.ways)
@@ -70,5 +70,5 @@ def _tail_columns(limits: EngineSettings, pool_tokens: int) -> int:
     """Return the columns per tail: more if the batch is small."""
     block_size = limits.block_size
     columns = min(MOST_TAIL_TOKENS, pool_tokens // limits.max_batch_size, block_size // 2)
-    # Proposals end with the tail.
+    # Proposed tokens must fit in the tail.
     return min(max(TAIL_TOKENS, columns, 2 * limits.speculative_tokens), block_size)

@@ -33,7 +33,7 @@ class Foundation:
     group: ProcessGroup
     ledger: Ledger
     beside: Beside[Any]
-    """Parts that hold memory beside the prefix tree; each registers itself when constructed."""
+    """Registry of other memory that can be freed; each owner registers when constructed."""
     runner: Runner
     estimator: MemoryEstimator
     tails: Tails
@@ -55,7 +55,7 @@ def lay_foundation(
     if device.facts.on_heap:
         keep_freed_memory(limits.memory_limit)
     weights = weight_bytes(model)
-    # The rank with the least room decides for all: KV is as large on each.
+    # The rank with the least room decides for all: KV takes as much on each.
     room = group.least(limits.memory_limit - weights)
     ledger.set_limit(max(0, weights + room))
     reserved = ledger.reserve(Kind.WEIGHTS, weights)

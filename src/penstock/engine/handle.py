@@ -16,6 +16,7 @@ from penstock.errors import EngineStopped
 
 logger = logging.getLogger(__name__)
 
+MAX_PHASES = 64
 WAIT_SECONDS = 0.5
 """Interval at which a waiting caller checks that the engine is alive."""
 
@@ -31,11 +32,11 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """Text generated so far, copied on each access; to stream, read the texts of the events."""
+        """Text generated so far. Each access copies it; to stream, read the text of each event."""
         return self._written.getvalue()
 
     def take(self, event: Event) -> None:
-        """Append an event; the cost is in the length of its text, not of the whole answer."""
+        """Append an event, in time proportional to the event's text, not to the answer."""
         self._written.write(event.text)
         if isinstance(event, Finish):
             self.finish = event
@@ -72,7 +73,7 @@ class PromptProgress:
 class Handle:
     """Handle of a submitted request. Iterate over its events, or wait for `result`.
 
-    A single thread, any one, may read it. It queues at most `n x (max_tokens + 1)` events.
+    Only one thread at a time may read it. It queues at most `n x (max_tokens + 1)` events.
     """
 
     def __init__(
@@ -86,6 +87,8 @@ class Handle:
         self.constraint = constraint
         """Compiled grammar of the request; None if not compiled yet."""
         self.choices = [Choice() for _ in range(request.n)]
+        self.phases: list[tuple[str, float]] = []
+        """States that the first answer entered, with their `time.time()`; at most `MAX_PHASES`."""
         self.prompt_logprobs: PromptLogprobs | None = None
         """Log-probabilities of the prompt, complete at the first event; None if not requested."""
         self._cancel = cancel
@@ -100,7 +103,7 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """Whether the end of every answer has been read from this handle."""
+        """Whether the `Finish` of every answer has been read from this handle."""
         return self._open == 0
 
     @property
@@ -109,7 +112,7 @@ class Handle:
 
     @property
     def ends(self) -> int:
-        """Number of answers whose end was posted, read or not."""
+        """Number of answers whose `Finish` was queued, read or not."""
         return self._ends
 
     @property
@@ -124,10 +127,10 @@ class Handle:
     def listen(self, callback: Callable[[], object]) -> None:
         """Register a callback for new events.
 
-        The callback runs on the engine's thread and must return quickly. It is called
-        once per step for all handles that share it. If events are already queued, it is also called
-        immediately, on this thread. No event is missed, but one may be notified twice. A callback
-        that raises is logged and not called again. For an event loop, register
+        The callback runs on the engine's thread and must return quickly. It is called once per step
+        for all handles that share it. If events are already queued, it is also called immediately,
+        on this thread. No event is missed, but the callback may run twice for one event. If it
+        raises, the error is logged and it is not called again. For an event loop, register
         `lambda: loop.call_soon_threadsafe(wake)` and read `events()` in `wake`.
         """
         self._listener = callback
@@ -171,12 +174,12 @@ class Handle:
         return self.choices
 
     def post(self, event: Event) -> None:
-        """Queue an event, on the engine's thread, which calls `notify` after the last one."""
+        """Queue an event. Engine thread only; call `notify` after the last event."""
         self._ends += isinstance(event, Finish)
         self._events.put(event)
 
     def note_prompt(self, done_tokens: int, cached_tokens: int) -> None:
-        """Update the progress of the prefill, on the engine's thread.
+        """Update the progress of the prefill. Engine thread only.
 
         Tokens recomputed after a preemption do not count as progress.
         """
@@ -188,6 +191,11 @@ class Handle:
         self._progress = PromptProgress(len(self.request.prompt), cached_tokens, done, seconds)
         if self._follows_prompt:
             notify([self])
+
+    def note_phase(self, state: str) -> None:
+        """Record that the first answer enters a state. Engine thread only."""
+        if len(self.phases) < MAX_PHASES:
+            self.phases.append((state, time.time()))
 
     def _wait(self, until: float | None) -> Event:
         while True:
@@ -208,7 +216,7 @@ class Handle:
 
 
 def notify(handles: Iterable[Handle]) -> None:
-    """Call each listener of the handles once, on the engine's thread after a step."""
+    """Call each listener of the handles once. Engine thread only, after a step."""
     listening: dict[Callable[[], object], list[Handle]] = {}
     for handle in handles:
         if handle._listener is not None:
@@ -216,8 +224,8 @@ def notify(handles: Iterable[Handle]) -> None:
     for listener, its in listening.items():
         try:
             listener()
-        # A boundary: a reader's code, say a loop that was closed, must not end the engine.
+        # Errors of the caller's code, such as a closed event loop, must not stop the engine.
         except Exception:
             for handle in its:
                 handle._listener = None
-            logger.exception("the listener of a request failed and is not called again")
+            logger.exception("the listener of a request failed and will not be called again")

@@ -1,7 +1,7 @@
-"""Requests on their way into the queue: last checks, one sequence for each answer.
+"""Queuing of requests: final checks, and one sequence per answer.
 
 Handle ──> tokens and grammar checked ──> block hashes ──> fits at all? room in the queue?
-──> sequences in the queue, and the cold tiers asked for their blocks
+──> sequences in the queue, and a lookup of their blocks in the cold tiers
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.plurals import counted
 
 
 class Intake:
-    """Makes sequences of requests. Engine thread only, except for `constraint`.
+    """Creates and queues the sequences of requests. Engine thread only, except where noted.
 
     Args:
         clock: returns seconds, for deadlines.
@@ -51,7 +51,7 @@ class Intake:
         self.text = text
         self.next_id = 0
         self.draining = False
-        """Whether no more requests are taken in."""
+        """Whether new requests are refused."""
         self.vocabulary_size = stores.figures.vocabulary_size
         limit_bytes = stores.prefixes.ledger.limit_bytes
         self.grammars = text.grammars(self.vocabulary_size, limit_bytes)
@@ -61,27 +61,29 @@ class Intake:
         self._admission = admission
         self._budget = budget
         self._features = features
+        self._adapters = stores.figures.adapters
         self._clock = clock
 
     def enqueue(self, handle: Handle) -> list[bytes]:
-        """Put the answers of a handle's request into the queue: all of them or none.
+        """Queue a sequence for each answer of a handle's request, all or none.
 
         Returns:
-            Hashes of the prompt's blocks, as far as they may be shared.
+            Hashes of the prompt's whole blocks that may be shared.
 
         Raises:
-            NeverFits: its prompt and its answers would not fit beside the weights.
-            QueueFull: too many are waiting.
-            SettingError: a token that the model does not have, or an invalid grammar.
-            EngineStopped: the engine is being drained.
+            NeverFits: prompt and answer would not fit even if everything else were evicted.
+            QueueFull: the queue is full.
+            SettingError: a token is outside the vocabulary, or the grammar is invalid.
+            EngineStopped: the engine is draining.
         """
         if self.draining:
             raise EngineStopped("the engine is shutting down and accepts no more requests")
         request = handle.request
         self.check_tokens(request.prompt)
         self.check_tokens(request.prediction)
+        self.check_tokens(request.candidates)
         samplers = self._samplers(handle)
-        # One answer's sequence reads the logits of the prompt that all of them have.
+        # Only the first sequence computes the log-probabilities of the shared prompt.
         handle.prompt_logprobs = logprobs = self._prompt_logprobs(request)
         inputs = self._features.inputs_of(request)
         keyed = list(request.keyed_prompt)
@@ -89,7 +91,7 @@ class Intake:
         first.kv.hash_blocks()
         self._budget.check_fits(first)
         self._admission.make_queue_room(first.owners, request.n)
-        # They share tokens and hashes until they are admitted.
+        # The sequences share lists of tokens and hashes until they are admitted.
         others = [
             self._sequence(
                 handle, choice, sampler, first.tokens, first.block_hashes, inputs[choice]
@@ -101,25 +103,34 @@ class Intake:
         if self._tiers and first.block_hashes and request.cache_prompt:
             lookup = self._tiers.ask(self._restorable(first.block_hashes, request.prompt))
             for sequence in sequences:
-                # A tier has no logits: where they are read, tokens are computed.
+                # Tiers store no logits: if they are needed, the prompt must be computed.
                 sequence.tier_lookup = None if sequence.reads_logits else lookup
         self._stores.counters.requests += len(sequences)
         return first.block_hashes
 
+    def keyed(self, request: Request) -> Request:
+        """Return a request with a salt specific to its adapter. Callable from any thread.
+
+        Raises:
+            SettingError: there is no such adapter.
+        """
+        salt = self._adapters.salted(request.salt, request.adapter)
+        return request if salt == request.salt else request.model_copy(update={"salt": salt})
+
     def check_queue(self, handles: Items[Handle]) -> None:
-        """Raise QueueFull if the requests of a call cannot all wait; displaces none."""
+        """Raise QueueFull if the queue cannot take all requests; displaces none."""
         answers = sum(handle.request.n for handle in handles)
         self._scheduler.to_displace(self._owners(handles[0].request), answers)
 
     def _owners(self, request: Request, choice: int = 0) -> Path:
-        """Return the client, the salt and the request of the next sequence."""
+        """Return the client, the tenant's salt and the request group that own a sequence."""
         return (request.client, request.tenant, request.group or self.next_id - choice)
 
     def _restorable(self, block_hashes: Items[bytes], prompt: Items[int]) -> Items[bytes]:
         """Return the hashes of a prompt's blocks to look up in the cold tiers.
 
         With recurrent layers, blocks must end before the last token: it is always computed, so
-        states after it are of no use.
+        states after it cannot be used.
         """
         if not self._stores.figures.is_recurrent:
             return block_hashes
@@ -127,7 +138,7 @@ class Intake:
         return block_hashes[:num_blocks]
 
     def check_tokens(self, tokens: Items[int]) -> None:
-        """Raise SettingError if the model does not know all of these tokens."""
+        """Raise SettingError if a token is outside the vocabulary."""
         size = self.vocabulary_size
         for token in (min(tokens, default=0), max(tokens, default=0)):
             if not 0 <= token < size:
@@ -136,11 +147,11 @@ class Intake:
                 )
 
     def constraint(self, request: Request) -> Rule:
-        """Return an answer's rule at the beginning of an answer; any thread may ask.
+        """Return the initial constraint of a request's answers. Callable from any thread.
 
         Raises:
-            SettingError: the grammar is invalid, there is no tokenizer to follow it with, or the
-                model does not have a token of the mark that ends reasoning.
+            SettingError: the grammar is invalid, the engine has no tokenizer, or a token of
+                `reasoning.end` is outside the vocabulary.
         """
         limit = self._reasoning(request)
         if request.grammar is None:
@@ -151,7 +162,7 @@ class Intake:
     def account_grammars(self, reserve: Callable[[int], None], *, alone: bool) -> None:
         """Reserve the memory of compiled grammars, and evict them if memory is short.
 
-        With several ranks none is evicted, because reserved bytes must stay equal on all of them.
+        With several ranks none are evicted, because all ranks must reserve the same bytes.
         """
         self.grammars.reserve = reserve
         if alone:
@@ -181,7 +192,8 @@ class Intake:
             return None
         size = self.vocabulary_size
         top = size if request.prompt_logprobs == -1 else min(request.prompt_logprobs, size)
-        return PromptLogprobs(request.prompt, top)
+        start = max(0, request.logprobs_from - 1)
+        return PromptLogprobs(request.prompt, top, start=start, candidates=request.candidates)
 
     def _samplers(self, handle: Handle) -> list[TokenSampler]:
         request, rule = handle.request, handle.constraint or self.constraint(handle.request)
@@ -217,6 +229,7 @@ class Intake:
             choice=choice,
             handle=handle,
             sampler=sampler,
+            adapter=self._adapters.number(request.adapter),
             text=self.text.stream(request),
             owners=self._owners(request, choice),
             inputs=inputs,

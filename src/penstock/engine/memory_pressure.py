@@ -1,4 +1,4 @@
-"""Memory outside the ledger: the machine's, the process's, and freed memory that MLX keeps."""
+"""Memory outside the ledger: of the machine, of the process, and freed memory cached by MLX."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class MemoryPressure:
 
     Args:
         threshold: share of the machine's memory in use at which eviction starts.
-        group: processes of the engine; the one with the largest excess decides.
+        group: process group of the ranks; the one with the largest excess decides.
     """
 
     def __init__(self, threshold: float, prefixes: Prefixes[Segment], group: ProcessGroup) -> None:
@@ -61,7 +61,7 @@ class MemoryPressure:
     def _resident_over(self) -> int:
         if not self._bounds_process:
             return 0
-        ledger = self._prefixes.ledger
+        ledger = self._prefixes.ledger.whole
         return resident_over(ledger.limit_bytes, ledger.used_bytes)
 
 
@@ -78,8 +78,8 @@ def bytes_over(threshold: float) -> int:
 def resident_over(limit_bytes: int, used_bytes: int) -> int:
     """Return the bytes by which this process exceeds its limit plus `SPARE_BYTES`.
 
-    The ledger always keeps half of the limit: otherwise large libraries would leave nothing of a
-    small limit. The result is 0 or less if the process is not too large.
+    The ledger always keeps half of the limit: otherwise large libraries would use up a small limit.
+    The result is 0 or less if the process does not exceed it.
     """
     memory = _looked_at(psutil.Process().memory_info)
     if memory is None:
@@ -91,7 +91,7 @@ def _looked_at(look: Callable[[], Any]) -> Any:
     """Return the result of `look`, or None if it fails."""
     try:
         return look()
-    # A boundary: the engine's thread looks, and to look may fail for reasons of the machine's own.
+    # Reading the memory use may fail for any reason, which must not stop the engine's thread.
     except Exception as error:
         logger.debug("cannot read the machine's memory use", exc_info=error)
         _warn_once(type(error).__name__)
@@ -108,14 +108,14 @@ def _warn_once(reason: str) -> None:
 
 
 def give_back() -> None:
-    """Return freed memory that MLX and the heap keep to the system."""
+    """Return to the system the freed memory that MLX and the heap keep."""
     mx.clear_cache()
     give_back_freed_memory()
 
 
 @dataclass(frozen=True, slots=True)
 class MLXShare:
-    """One engine's share of the limits of MLX's allocator, which is global to the process."""
+    """One ledger's share of the limits of MLX's allocator, which is global to the process."""
 
     cache_bytes: int
     limit_bytes: int
@@ -123,12 +123,15 @@ class MLXShare:
 
     MLX schedules up to a hundred operations ahead and allocates the memory of all of them.
     """
+    ledger: int = 0
+    """Id of the engine's ledger; engines with the same id share. 0 means not shared."""
 
 
 class MLXLimits:
-    """Limits of MLX's allocator: the sum of the shares of all open engines. Thread-safe.
+    """Limits of MLX's allocator: the sum of the shares of all ledgers in use. Thread-safe.
 
-    The original limits are restored when the last engine closes.
+    Engines with the same ledger count once. The original limits are restored when the last engine
+    closes.
     """
 
     def __init__(self) -> None:
@@ -136,8 +139,7 @@ class MLXLimits:
         self._applied: MLXShare | None = None
         self._before: MLXShare | None = None
         self._lock = RLock()
-        """Reentrant, because garbage collection at any point may end the share of an unclosed
-        engine."""
+        """Reentrant, because garbage collection of an unclosed engine may call `share` any time."""
 
     def share(self, owner: int, share: MLXShare | None) -> None:
         """Set the share of one engine; None removes it."""
@@ -150,9 +152,16 @@ class MLXLimits:
                 self._apply(target)
 
     def _sum(self) -> MLXShare | None:
-        shares = list(self._shares.values())
-        if not shares:
+        largest: dict[int, MLXShare] = {}
+        for share in list(self._shares.values()):
+            ledger = share.ledger or id(share)
+            other = largest.get(ledger, share)
+            largest[ledger] = MLXShare(
+                max(share.cache_bytes, other.cache_bytes), max(share.limit_bytes, other.limit_bytes)
+            )
+        if not largest:
             return None
+        shares = largest.values()
         return MLXShare(sum(s.cache_bytes for s in shares), sum(s.limit_bytes for s in shares))
 
     def _apply(self, target: MLXShare | None) -> None:
@@ -167,4 +176,4 @@ class MLXLimits:
 
 
 mlx_limits = MLXLimits()
-"""Limits of this process, which has one MLX allocator for all engines."""
+"""The limits of this process's MLX allocator."""

@@ -1,8 +1,8 @@
-"""Construction of an engine: each part is created after its memory was reserved.
+"""Construction of an engine's components, each after its memory was reserved.
 
 foundation: ledger, weights, tails, buffers of a step
 ──> stores: tree, retention, tiers ──> scheduling: budget, scheduler, admission, restoring
-──> the step's three calls, and the two ways in: requests and questions
+──> the three phases of a step, the intake of requests, the view for queries
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.config import EngineSettings
-from penstock.engine.draft.draft_parts import open_draft
+from penstock.engine.draft.draft_choice import open_draft
 from penstock.engine.foundation import lay_foundation, too_small
 from penstock.engine.intake import Intake
 from penstock.engine.memory_pressure import MemoryPressure
@@ -30,12 +30,13 @@ from penstock.ledger import Ledger
 
 
 class EngineParts:
-    """Connected parts of one engine. Engine thread only.
+    """Connected components of one engine. Engine thread only.
 
     Args:
-        limits: checked settings; `self.limits` holds them fitted to the model.
-        group: processes that run the same engine on the other parts of the model.
+        limits: validated settings; `self.limits` has them adapted to the model.
+        group: process group of the ranks among which the model is divided.
         fingerprint: identifies everything besides the tokens that KV depends on.
+        ledger: memory ledger; None creates one.
 
     Raises:
         ModelError: the engine cannot run this model.
@@ -51,12 +52,13 @@ class EngineParts:
         group: ProcessGroup,
         fingerprint: str,
         draft: Any = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self.group = group
         self.clock = group.clock
         self.tokenizer = tokenizer
         self.text = text_of(tokenizer)
-        self.ledger = Ledger(limits.memory_limit)
+        self.ledger = Ledger(limits.memory_limit) if ledger is None else ledger
         try:
             self._make_stores(model, limits, fingerprint, draft)
         except LedgerFull as error:
@@ -74,7 +76,7 @@ class EngineParts:
         self.prefill_rate = PrefillRate(token_seconds, self.limits.step_tokens)
         self.stores, self.tiers = open_stores(base, fingerprint, self.prefill_rate)
         self.counters, self.prefixes = self.stores.counters, self.stores.prefixes
-        alone = self.group.size == 1  # a request to other ranks is sent as tokens
+        alone = self.group.size == 1  # other ranks receive only a request's tokens
         self.features = open_features(model, self.prefixes, alone=alone)
         base.beside.last.append(self.features)
         self.draft = open_draft(draft, self.tokenizer, base, self.stores)
@@ -83,6 +85,9 @@ class EngineParts:
         self.admission, self.restoring = scheduling.admission, scheduling.restoring
 
     def _make_step(self) -> None:
+        # Otherwise prompts may be computed in separate passes, whose times add up for
+        # --max-stall-ms.
+        shares_all = self.runner.mixes and self.runner.mixes_exactly and not self.stores.by_block
         self.pressure = MemoryPressure(self.limits.memory_threshold, self.prefixes, self.group)
         self.planner = StepPlanner(
             self.scheduler,
@@ -93,6 +98,7 @@ class EngineParts:
             prefill_rate=self.prefill_rate,
             max_stall_ms=self.limits.max_stall_ms,
             whole_blocks=self.stores.whole_blocks,
+            one_pass=shares_all,
         )
         self.speculator = Speculator(self.stores, self.limits.speculative_tokens, self.draft)
         self.executor = ModelExecutor(
@@ -101,7 +107,7 @@ class EngineParts:
             self.group,
             self.speculator,
             logits_tokens=self.estimator.logits_tokens,
-            step_tokens=self.limits.step_tokens,
+            mixed_tokens=self.estimator.mixed_tokens,
         )
         self.postprocessor = Postprocessor(
             self.stores,

@@ -1,6 +1,6 @@
 """First phase of a step: all work before the model runs.
 
-time out ──> evict under pressure ──> grow, preempt ──> take in restores ──> admit, share
+time out ──> evict under pressure ──> grow, preempt ──> finish restores ──> admit, share
 ──> begin restores ──> the plan: sequences that decode, chunks to prefill
 """
 
@@ -24,6 +24,7 @@ class StepPlanner:
         max_stall_ms: maximum milliseconds of prefill between two decode steps; 0 means no limit,
             even if no sequence decodes.
         whole_blocks: whether each block of a prompt must be computed in a single chunk.
+        one_pass: whether chunks of several prompts are computed in one pass.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class StepPlanner:
         prefill_rate: PrefillRate,
         max_stall_ms: int,
         whole_blocks: bool,
+        one_pass: bool,
     ) -> None:
         self._scheduler = scheduler
         self._admission = admission
@@ -48,6 +50,7 @@ class StepPlanner:
             prefill_rate,
             whole_blocks,
             ALONE_SECONDS,
+            one_pass=one_pass,
             block_tokens=scheduler.block_size,
         )
         self.time = time if max_stall_ms else None
@@ -58,7 +61,7 @@ class StepPlanner:
         self._admission.drop_overdue(now_seconds)
         self._pressure.relieve(now_seconds)
         self._admission.grow()
-        self._restoring.take()  # one that finds no room for the rest is admitted anew at once
+        self._restoring.take()  # before `admit`, which readmits those without memory
         self._admission.admit()
         self._admission.catch_up()
         self._restoring.begin()
@@ -69,7 +72,7 @@ class StepPlanner:
         return plan
 
     def _part_waiting(self) -> None:
-        """Give the first of sequences whose inputs take each other's room all of it, or fail it."""
+        """If sequences block each other's inputs, free memory for the first one's, or fail it."""
         waiting = [s for s in self._scheduler.sequences(State.PREFILLING) if not s.ready]
         shortage = self._features.shortage
         if not waiting or shortage is None or self._scheduler.sequences(State.RESTORING):
@@ -84,7 +87,7 @@ class StepPlanner:
             self._admission.fail(first, shortage)
 
     def _look_ahead(self) -> None:
-        """Find out whose inputs for the next chunk are there, and have the others computed."""
+        """Check which sequences have their next chunk's inputs; start computing the others'."""
         self._features.collect()
         for sequence in self._scheduler.sequences(State.PREFILLING):
             start = sequence.position

@@ -2,7 +2,7 @@
 
 decoded   ──> column visible, full blocks committed ──> token out, or the end of the answer
 prefilled ──> whole blocks committed, states captured
-failed    ──> that answer ends; out of memory, all are preempted and tried again
+failed    ──> the answer ends; if out of memory, all are preempted and retried
 then      ──> one node requantized, one record offered to each tier
 """
 
@@ -34,7 +34,7 @@ class Postprocessor:
     """Commits, emits, requantizes and offloads. Engine thread only.
 
     Args:
-        group: processes that run the same step on the other parts of the model.
+        group: process group of the ranks.
         prefill_rate: measured prefill speed, updated after each chunk.
         ends: tokens that end an answer.
     """
@@ -59,12 +59,12 @@ class Postprocessor:
         self._prefill_rate = prefill_rate
         self._ends = ends
         self._unsent: list[Sequence] = []
-        """Sequences of the last decode pass whose tokens are not posted yet."""
+        """Sequences of the last decode pass whose tokens have not been delivered yet."""
 
     def send(self) -> None:
-        """Post the tokens of the last decode pass and notify their readers.
+        """Deliver the tokens of the last decode pass and notify their readers.
 
-        Called while the next pass computes, it adds no time to a step.
+        Called while the next pass is computed, it does not prolong a step.
         """
         sequences, self._unsent = self._unsent, []
         for sequence in sequences:
@@ -85,13 +85,13 @@ class Postprocessor:
                     self.send()
             else:
                 self._prefilled(computed)
-            del computed  # or its arrays would stay while the next pass is computed
+            del computed  # free its arrays before the next pass is computed
         busy = bool(plan.decode or plan.prefill)
         if plan.decode and self._stores.spills:
             self._stores.spill(s.kv for s in self._admission.sequences.values())
         for part in self._stores.retentions:
             busy = self._exchange(part) or busy
-        # A sequence whose restore ends just now goes on in the next step.
+        # A sequence whose restore just ended continues in the next step.
         restoring = bool(self._scheduler.sequences(State.RESTORING))
         waiting = not all(s.ready for s in self._scheduler.sequences(State.PREFILLING))
         return self._tiers.work(busy=busy) or busy or restoring or waiting
@@ -107,7 +107,7 @@ class Postprocessor:
         for sequence, choice, state in rows:
             try:
                 self._append(sequence, choice, state)
-            # A boundary: see `_failed`.
+            # Only this answer fails: see `_failed`.
             except Exception as error:  # noqa: BLE001
                 self._failed(sequence, error)
         self._unsent += computed.sequences
@@ -123,10 +123,10 @@ class Postprocessor:
         for number, token in enumerate(choice):
             written, sequence.read_again = len(choice) - number, False
             sequence.speculation.accepted_tokens += written > 1
-            behind = state if written == 1 else None  # it has seen all of them
+            behind = state if written == 1 else None  # it includes all of the step's tokens
             sequence.kv.append_tokens(written, accepted=1, recurrent_state=behind)
             self._emit(sequence, token)
-            if sequence.state is not State.RUNNING:  # its answer ended with this one
+            if sequence.state is not State.RUNNING:  # the answer ended with this token
                 break
 
     def _emit(self, sequence: Sequence, chosen: SampledToken) -> None:
@@ -150,18 +150,19 @@ class Postprocessor:
             self._admission.finish(sequence, lambda s: s.end("length"))
 
     def _decode_failed(self, computed: DecodePass, error: Exception) -> None:
-        """Fail the answers of a pass; if out of memory, preempt them, and fail one on a retry.
+        """Fail the answers of a pass; if out of memory, preempt them, and fail one if it recurs.
 
-        Beside a prefill chunk all are preempted, as the chunk may be at fault.
+        If the pass included a prefill chunk, which may be at fault, all are preempted and none
+        fail.
         """
         sequences = computed.sequences
-        self._stores.tails.drop()  # what it wrote may be no numbers
+        self._stores.tails.drop()  # the pass may have written NaN
         if isinstance(error, SpilledLost):
             for sequence in sequences:
                 self._admission.preempt(sequence)
             self._admission.compute_again(error)
             return
-        if computed.together:
+        if computed.mixed:
             self._stores.shrink_after(error)
             for sequence in sequences:
                 self._admission.preempt(sequence)
@@ -191,7 +192,7 @@ class Postprocessor:
             return
         try:
             self._commit(computed)
-        # A boundary: see `_failed`.
+        # Only this answer fails: see `_failed`.
         except Exception as error:  # noqa: BLE001
             self._failed(sequence, error)
 
@@ -205,7 +206,7 @@ class Postprocessor:
                 f"float16 do"
             )
         if computed.scores is not None:
-            self._keep_scores(sequence, start, computed.scores)
+            self._keep_scores(sequence, start + computed.tokens, computed.scores)
         states = chunk.states if self._stores.figures.is_recurrent else None
         sequence.kv.append_chunk(chunk.segment, states)
         del chunk, states
@@ -219,33 +220,37 @@ class Postprocessor:
         self._admission.advance(sequence)
         self._admission.spill(sequence)
 
-    def _keep_scores(self, sequence: Sequence, start: int, scores: Scores) -> None:
+    def _keep_scores(self, sequence: Sequence, end: int, scores: Scores) -> None:
         logprobs = sequence.kv.prompt_logprobs
         assert logprobs is not None
+        start = end - len(scores.values)
         logprobs.add(start, scores)
         self._stores.scored.remember(logprobs, start, scores, sequence.block_hashes)
 
     def _count(self, computed: PrefillPass, start: int) -> None:
         counters, seconds = self._stores.counters, computed.seconds
+        counters.prefilled_tokens += computed.tokens
+        tokens = computed.tokens if computed.pass_tokens is None else computed.pass_tokens
+        if not tokens:  # counted with the first chunk of its pass
+            return
         if seconds is None:
             seconds = time.perf_counter() - computed.started_seconds
         counters.prefill_steps += 1
-        counters.prefilled_tokens += computed.tokens
         counters.prefill_seconds.append(seconds)
         slowest = self._group.maximum(round(seconds * MICROSECONDS)) / MICROSECONDS
-        self._prefill_rate.prefilled(computed.tokens, slowest, start)
+        self._prefill_rate.prefilled(tokens, slowest, start)
 
     # ---- between two steps
 
     def _exchange(self, part: Retention) -> bool:
-        """Convert one node to its due form; one per step, so that answers are not delayed."""
+        """Convert at most one node to its final format, so that answers are not delayed."""
         stores = self._stores
         preempted = (
             s for s in self._admission.sequences.values() if s.was_preempted and s.kv.pin is None
         )
         try:
             node = part.exchange_one(stores.prefixes.match(s.block_hashes).path for s in preempted)
-        except (MemoryError, RuntimeError):  # MLX found no room for the codes
+        except (MemoryError, RuntimeError):  # MLX is out of memory
             stores.counters.out_of_memory += 1
             return True
         stores.tidy(node)

@@ -13,7 +13,7 @@ NEWEST_WEIGHT = 0.25
 REMEMBERED_CHUNKS = 32
 """Number of prefill chunks, of different sizes and positions, whose times are remembered."""
 TOLERANCE = 1.4
-"""Largest ratio of measured to expected time at which the machine's speed counts as unchanged."""
+"""Maximum ratio of measured to expected time at which the machine's speed counts as unchanged."""
 
 
 class RunningMean:
@@ -28,7 +28,7 @@ class RunningMean:
 class _Chunk:
     """A measured prefill chunk, and the bounds it implies on the times of other chunks.
 
-    A chunk's time is a constant, plus a time per token, plus a time per token attended to. So
+    A chunk takes a constant time, plus a time per token, plus a time per token attended to. So
     doubling its tokens at most doubles its time, and so does doubling its position in the prompt.
     """
 
@@ -52,12 +52,12 @@ class _Chunk:
         return not lower / TOLERANCE <= other.seconds <= upper * TOLERANCE
 
     def likely_seconds(self, tokens: int, middle: float) -> float:
-        """Estimate the seconds of another chunk, without a constant time per chunk."""
+        """Estimate the seconds of another chunk, assuming no constant time per chunk."""
         return self.seconds * tokens / self.tokens * max(1.0, middle / self.middle)
 
 
 class PrefillRate:
-    """Measured prefill speed of a model, of which `chunk_seconds` is the first measurement."""
+    """Prefill speed of a model, from measured chunks; the first one gave `token_seconds`."""
 
     def __init__(self, token_seconds: RunningMean, chunk_tokens: int = 1) -> None:
         self._token_seconds = token_seconds
@@ -72,7 +72,7 @@ class PrefillRate:
         chunk = _Chunk(tokens, start + tokens / 2, seconds)
         known = list(self._chunks.items())
         changed = [number for number, (_, old) in enumerate(known) if old.contradicts(chunk)]
-        if changed:  # and all that was measured before it is out of date, too
+        if changed:  # older measurements are out of date
             self._chunks = dict(known[changed[-1] + 1 :])
         self._note(chunk)
 
@@ -88,13 +88,13 @@ class PrefillRate:
         )
 
     def tokens_within(self, seconds: float, start: int, max_tokens: int) -> int:
-        """Return the tokens of the longest chunk known to fit into `seconds`."""
+        """Return the size in tokens of the largest chunk known to fit into `seconds`."""
         return _largest(max_tokens, lambda tokens: self.chunk_seconds(tokens, start) <= seconds)
 
     def tokens_to_try(self, seconds: float, start: int, max_tokens: int) -> int:
-        """Return the tokens of a chunk likely to fit into `seconds`; 0 if none is.
+        """Return the size in tokens of a chunk likely to fit into `seconds`; 0 if none is.
 
-        The result is small for sizes and positions without measurements, and grows as they come.
+        The result is small at first for unmeasured positions, and grows with measurements.
         """
         known = self._chunks.values()
 
@@ -108,9 +108,9 @@ class PrefillRate:
         return _largest(max_tokens, fits) or int(least <= seconds * TOLERANCE)
 
     def tokens_worth(self, start: int) -> int:
-        """Return the tokens above which a chunk spends more time on tokens than on overhead.
+        """Return the size in tokens above which a chunk takes longer than its overhead.
 
-        The overhead is the time of the shortest chunk minus its tokens' time at the best rate.
+        The overhead is the time of the smallest chunk minus its tokens' time at the best rate.
         """
         known = self._chunks.values()
         if not known:
@@ -137,7 +137,7 @@ def _largest(limit: int, fits: Callable[[int], bool]) -> int:
 
 
 class ReadRate:
-    """Measured read rate of a store. It reads no clock.
+    """Read rate of a store, estimated from measured reads.
 
     Args:
         byte_seconds: running mean of the seconds per byte of the store's files.

@@ -48,7 +48,7 @@ class _RequestSettings(Settings):
         SettingError: a value is out of range; the message names the first one.
     """
 
-    if not TYPE_CHECKING:  # type checkers go on reading the arguments off the fields
+    if not TYPE_CHECKING:  # type checkers derive the arguments from the fields
 
         def __init__(self, **values: Any) -> None:
             try:
@@ -79,8 +79,8 @@ class Sampling(_RequestSettings):
     """Divides the positive logits and multiplies the negative logits of tokens in the prompt or the
     answer so far; None and 1 disable it."""
     repetition_context: int | None = Field(default=None, ge=1)
-    """Number of last tokens that the repetition penalty applies to, of prompt and answer; None is
-    all."""
+    """Number of last tokens, of prompt and answer, that the repetition penalty applies to; None
+    means all."""
     presence_penalty: Added = 0.0
     """Subtracted from the logit of every generated token; prompt tokens do not count."""
     frequency_penalty: Added = 0.0
@@ -148,10 +148,10 @@ class Request(_RequestSettings):
     """
 
     ENDLESS: ClassVar[int] = 2**31 - 1
-    """`max_tokens` of an answer that may go on until the context or its memory ends."""
+    """Value of `max_tokens` without a limit: the answer may use all of the context and memory."""
     prompt: tuple[TokenId, ...] = Field(min_length=1)
     spans: tuple[InputSpan, ...] = ()
-    """Parts of the prompt that stand for something else than their tokens, in order."""
+    """Parts of the prompt that stand for other inputs, such as images, in order."""
     max_tokens: int = Field(default=MAX_TOKENS, ge=0, le=ENDLESS)
     """Maximum tokens of each answer; 0 only computes the prompt, `ENDLESS` is no limit."""
     sampling: Sampling = Sampling()
@@ -166,7 +166,7 @@ class Request(_RequestSettings):
 
     Ignored with a grammar, which alone decides where an answer ends."""
     silent_tokens: frozenset[TokenId] = frozenset()
-    """Tokens left out of an answer's text."""
+    """Tokens omitted from an answer's text."""
     goes_on: bool = False
     """Whether the answer's text continues the prompt's, with its leading space. If not, the text is
     as in mlx-lm, which drops that space with some tokenizers."""
@@ -176,20 +176,27 @@ class Request(_RequestSettings):
     priority: int = 0
     """Priority in the queue; higher is served first."""
     client: str = ""
-    """Client of the request; each client gets an equal share, however many requests it has open."""
+    """Client of the request; each client gets an equal share, however many requests it sends."""
     group: str = ""
-    """Requests of one client and group share the service of one; empty means a group of its own."""
+    """Group of requests of a client that get one request's share together; empty means no group."""
     timeout_seconds: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
     """Maximum seconds from `submit` to the last token; None means no limit."""
     prompt_logprobs: int | None = Field(default=None, ge=-1)
     """Number of likeliest tokens reported in `Handle.prompt_logprobs` for each prompt token, with
     log-probabilities under the model's own distribution. None reports nothing, -1 the whole
     vocabulary."""
+    logprobs_from: int = Field(default=0, ge=0)
+    """First prompt token that `prompt_logprobs` reports; the KV of earlier tokens may be cached."""
+    candidates: tuple[TokenId, ...] = ()
+    """Tokens that `prompt_logprobs` reports for each prompt token, in place of the likeliest."""
+    adapter: str | None = None
+    """LoRA adapter to apply to the model; None applies none. Only requests with the
+    same adapter share prefixes."""
     salt: str = ""
     """Salt of the tenant: only requests with the same salt share prefixes."""
     cache_prompt: bool = True
-    """Whether to look up and cache prefixes. If False, the prompt is computed in full under a salt
-    of its own, shared by this request's answers, and its KV is freed at the end."""
+    """Whether to look up and cache prefixes. If False, the whole prompt is computed under
+    a unique salt, shared by this request's answers, and its KV is freed at the end."""
     grammar: str | None = Field(default=None, min_length=1)
     """Grammar of the answers, in llguidance's format (see `constraint.json_schema_grammar`).
 
@@ -242,12 +249,23 @@ class Request(_RequestSettings):
         if self.spans and end >= len(self.prompt):
             raise ValueError("spans: the prompt must end with tokens of its own")
         if self.spans and self.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs cannot be combined with inputs that are no tokens")
+            raise ValueError("prompt_logprobs cannot be combined with inputs other than tokens")
+        return self
+
+    @model_validator(mode="after")
+    def _logprobs_asked(self) -> Request:
+        if self.prompt_logprobs is None and (self.candidates or self.logprobs_from):
+            raise ValueError("candidates and logprobs_from need prompt_logprobs")
+        if self.logprobs_from >= len(self.prompt):
+            raise ValueError(
+                f"logprobs_from {self.logprobs_from} is behind the prompt's {len(self.prompt)} "
+                "tokens"
+            )
         return self
 
     @cached_property
     def keyed_prompt(self) -> tuple[int, ...]:
-        """Prompt by which KV is found: with words of the spans' keys in place of their tokens."""
+        """Prompt used to look up KV: tokens of spans are replaced by hashes of their content."""
         return with_keys(self.prompt, self.spans)
 
     @property
@@ -324,10 +342,10 @@ def _one_line(error: ValidationError) -> str:
     where = ".".join(str(part) for part in first["loc"])
     if not where:
         return message
-    if isinstance(first.get("ctx", {}).get("error"), SettingError):  # one of settings in settings
+    if isinstance(first.get("ctx", {}).get("error"), SettingError):  # an error of nested settings
         return f"{where}.{message}"
     if first["type"] == "missing":
         return f"{where} is missing"
     if first["type"] == "extra_forbidden":
-        return f"{where} is no setting of a request"
+        return f"{where} is not a setting of a request"
     return f"{where} {reprlib.repr(first['input'])}: {message}"  # a prompt may be very long

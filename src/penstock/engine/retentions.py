@@ -21,11 +21,10 @@ from penstock.kv.segment import Segment
 from penstock.prefix.prefixes import Prefixes
 
 SPARE_SHARE = 4
-"""The block cache has room for 1/4 of a step's chosen tokens beyond the active tokens.
-
-Tokens that one step leaves out are often chosen again two steps later. In a dialogue of 32,000
-tokens, with 1,024 chosen and active, a step reads 31 of its 177 pairs of blocks from the tier, and
-48 without this room."""
+"""The block cache holds 1/4 of a step's selected tokens in addition to the active tokens.
+Tokens not selected in one step are often selected again two steps later. In a dialogue of 32,000
+tokens, with 1,024 selected and active, a step reads 31 of its 177 pairs of blocks from the tier;
+without this extra, 48."""
 
 
 def make_retentions(
@@ -34,10 +33,10 @@ def make_retentions(
     rule: QuantizationRule,
     tiers: TierGroup,
 ) -> tuple[Retention, ...]:
-    """Create the retentions that the model and the settings need; add further kinds here.
+    """Create the retentions that the model and the settings need; add new kinds here.
 
     Raises:
-        LedgerFull: there is no room for the buffers of a retention.
+        LedgerFull: the buffers of a retention do not fit.
     """
     return (
         *_windows(base, prefixes),

@@ -26,7 +26,7 @@ class Scheduling:
 def make_scheduling(
     base: Foundation, stores: KVStores, tiers: TierGroup, draft_bytes: int = 0
 ) -> Scheduling:
-    """Create the scheduling parts and connect them to the ledger and the stores."""
+    """Create the scheduling components and connect them to the ledger and the stores."""
     limits, prefixes = base.limits, stores.prefixes
     budget = MemoryBudget(
         base.fixed,
@@ -42,6 +42,7 @@ def make_scheduling(
         limits.block_size,
         limits.max_queue,
         preempts_for_shares=limits.attend_tokens is None,
+        moved=Sequence.note_phase,
     )
     admission = Admission(scheduler, budget=budget, stores=stores, tiers=tiers)
     for windows in stores.all_of(Windows):

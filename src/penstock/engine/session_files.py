@@ -1,10 +1,10 @@
 """Session files: the KV of one prompt in a file, to continue later or on another machine.
 
     save   a prompt's cached blocks ──> the cold tier's folder ──> its blocks in one tar
-    load   tar ──> the folder, each block checked ──> found by the next request with that prompt
+    load   tar ──> the folder, each block checked ──> restored by the next request with that prompt
 
-A file works with every engine of the same fingerprint. Both functions are thread-safe, and wait for
-a step no longer than the engine's other calls.
+A file works with every engine of the same fingerprint. Both functions are thread-safe, and wait
+for the engine's thread like other calls.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def load_session(engine: Engine, file: Path) -> SavedSession:
     done = import_blocks(about.folder, file, about.limit_bytes, about.fingerprint)
     if not done.is_all:
         why = done.broken or ", ".join([*done.refused, *(["damaged"] if done.damaged else [])])
-        raise SettingError(f"not all of {file.name} could be taken in: {why}")
+        raise SettingError(f"not all of {file.name} could be imported: {why}")
     return SavedSession(done.tokens, file.stat().st_size)
 
 
@@ -142,7 +142,7 @@ def _note_checkpoints(core: Core, block_hashes: Sequence[bytes], root: bytes) ->
             blocks = (node.start + checkpoint.offset) // core.limits.block_size
             if core.tiers.has_states and blocks <= len(block_hashes):
                 core.tiers.note_checkpoint(block_hashes[:blocks], root, seen=True)
-                _disk(core).writer.release_ends()  # the next one would take its place
+                _disk(core).writer.release_ends()  # the next one would replace it in the queue
 
 
 def _is_written(core: Core) -> bool:

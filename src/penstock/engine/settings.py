@@ -33,10 +33,10 @@ LONG_CHUNK = 2_048
 """Tokens of a long prefill chunk on a GPU. Each chunk concatenates the segments of every layer
 again, so a quarter of the chunks copies a quarter of the bytes."""
 SPILLED_CHUNK = 1_024
-"""Tokens of a prefill chunk if at least this many tokens stay active: each chunk reads all spilled
-KV again."""
+"""Tokens of a prefill chunk if `active_kv_size` is at least as large: each chunk reads all
+spilled KV again."""
 LONG_CHUNK_ROOM = 8 * 10**9
-"""Minimum bytes beside the weights for long chunks, whose buffers are then a small part."""
+"""Minimum bytes left by the weights for long chunks; their buffers then take a small part."""
 
 
 def checked(settings: dict[str, Any], *, drafts: bool = False) -> EngineSettings:
@@ -85,7 +85,7 @@ def fitting(
     """Adapt the settings to the model and the number of ranks.
 
     Args:
-        room_bytes: bytes of the memory limit beside the weights, equal on all ranks.
+        room_bytes: bytes of the memory limit left by the weights, equal on all ranks.
 
     Raises:
         SettingError: the model or the ranks do not support a setting.
@@ -102,7 +102,7 @@ def fitting(
             limits = limits.model_copy(update={"prefill_chunk": LONG_CHUNK})
         elif (limits.active_kv_size or 0) >= SPILLED_CHUNK:
             limits = limits.model_copy(update={"prefill_chunk": SPILLED_CHUNK})
-    # Ranks would not measure the same.
+    # Ranks would measure different times.
     if limits.speculative_tokens and (ranks > 1 or not reads_several(runner)):
         limits = limits.model_copy(update={"speculative_tokens": 0})
     _check_attends(limits, runner)
@@ -116,7 +116,7 @@ def fitting(
     if limits.block_size % compression.every:
         raise SettingError(
             f"block_size {limits.block_size}: the model's layers make one of {compression.every} "
-            f"tokens; use a multiple of that"
+            f"tokens; use a multiple of it"
         )
     if limits.kv_cache_quantization is not None:
         raise SettingError(
@@ -161,13 +161,13 @@ def _check_spills(limits: EngineSettings, runner: Runner, ranks: int) -> None:
         _check_rests(limits, name)
     if runner.fitness.whole or not runner.selectable_layers - set(limits.attend_full_layers):
         raise SettingError(
-            f"{name}: this model has no layer that chooses what it reads and shares its blocks; "
+            f"{name}: this model has no layer that selects what it reads and shares its blocks; "
             f"leave it out"
         )
 
 
 def _check_rests(limits: EngineSettings, name: str) -> None:
-    """Raise SettingError if blocks of codecs cannot be decoded from what a cold tier has."""
+    """Raise SettingError if a codec cannot encode blocks restored from a cold tier."""
     if limits.kv_cache_quantize_when == "active":
         raise SettingError(
             f"{name} does not work with kv_cache_quantize_when (--kv-cache-quantize-when) active: "
@@ -193,7 +193,7 @@ def identity(
     calibration: Calibration,
 ) -> tuple[QuantizationRule, str]:
     if limits.cold_tiers and not fingerprint:
-        logger.info("hashing the weights, to identify this model's blocks in cold tiers")
+        logger.info("hashing the weights to identify this model's blocks in the cold tiers")
         fingerprint = calibration.fingerprint
     settings: dict[str, object] = {
         "block_size": limits.block_size,  # keys and records name whole blocks
@@ -205,9 +205,9 @@ def identity(
     if group.size > 1:
         settings["part"] = f"{group.rank} of {group.size}{runner.divided}"
     if limits.attend_tokens is not None:
-        # What a token is computed from is part of its keys and values.
+        # The keys and values of a token depend on the tokens attended to.
         rest = ":rest" if limits.attend_rest else ""
-        prompt = f":{limits.attend_prompt}" if limits.attend_prompt else ""
+        prompt = f":prompt {limits.attend_prompt}" if limits.attend_prompt else ""
         settings["attend"] = f"{limits.attend_tokens}:{limits.attend_full_layers}{rest}{prompt}"
     rule = QuantizationRule.of(
         limits.kv_cache_quantization,
@@ -217,7 +217,7 @@ def identity(
         least_tokens=limits.least_quantized_tokens,
     )
     if not rule.is_raw:
-        logger.info("measuring the keys' scales for %s", limits.kv_cache_quantization)
+        logger.info("measuring the scales of the keys for codec %s", limits.kv_cache_quantization)
         rule = rule.scaled(calibration.key_scales)
         settings["codec"] = f"{rule.identity}:{limits.kv_cache_quantize_when}"
         if limits.active_kv_size is not None:
@@ -228,7 +228,7 @@ def identity(
 def kv_dtype(model: Any, limits: EngineSettings) -> mx.Dtype | None:
     """Return the dtype in which a model's KV is stored; None for the activations' dtype.
 
-    Codes are made of what the model computes, and so is spilled KV.
+    Quantized and spilled KV are made from the activations.
     """
     as_computed = limits.kv_cache_quantization, limits.active_kv_size
     return weight_packer.kv_dtype(model) if as_computed == (None, None) else None

@@ -59,7 +59,7 @@ class SpillStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the blocks chosen by steps that the block cache had; 0 before the first."""
+        """Share of the blocks chosen by steps that were in the block cache; 0 before the first."""
         chosen = self.counts.cached_blocks + self.counts.read_blocks
         return self.counts.cached_blocks / chosen if chosen else 0.0
 
@@ -144,7 +144,7 @@ class Stats:
 
 
 COUNTED = {total.name for total in fields(Counters)} & {total.name for total in fields(Stats)}
-"""Names of the totals that `Stats` has as they are counted."""
+"""Names of the fields of `Counters` that `Stats` copies."""
 
 
 @dataclass(frozen=True, slots=True)

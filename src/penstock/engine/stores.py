@@ -1,4 +1,4 @@
-"""Construction of the stores of KV: the tree, its retention, and the cold tiers below it."""
+"""Construction of the KV stores: the prefix tree, its retentions, and the cold tiers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from penstock.prefix.tree import LONGER
 def open_stores(
     base: Foundation, fingerprint: str, prefill_rate: PrefillRate
 ) -> tuple[KVStores, TierGroup]:
-    """Make the tree, and open the cold tiers that the settings name.
+    """Create the prefix tree, and open the configured cold tiers.
 
     Args:
-        model: its weights are read if a cold tier needs its name.
-        fingerprint: identity of everything but the tokens; empty to have it found.
+        fingerprint: identifies everything besides the tokens that KV depends on; if empty, it is
+            computed from the weights when a cold tier needs it.
+        prefill_rate: measured prefill speed, to decide whether restoring is faster.
 
     Raises:
-        LedgerFull: there is no room for the empty index, or for blocks being written.
-        SettingError: a limit is too small for anything, or a URL names no store.
+        LedgerFull: the empty index, or the buffers of the tiers, do not fit.
+        SettingError: a tier's limit is too small, or its URL is invalid.
     """
     limits, runner = base.limits, base.runner
     rule, fingerprint = identity(
@@ -64,7 +65,7 @@ def open_stores(
 def _tree(base: Foundation, fingerprint: str) -> Prefixes[Segment]:
     size, limits = base.limits.block_size, base.limits
     coded = limits.kv_cache_quantization is not None
-    # What leaves memory leaves it by nodes: short ones, until little of them is left.
+    # Nodes are spilled as a whole, so they are kept short until most of them are spilled.
     spilled = limits.active_kv_size is not None
     merged = SPILLED_MERGE_TOKENS if spilled else MAX_MERGE_TOKENS
     return Prefixes(
@@ -72,9 +73,9 @@ def _tree(base: Foundation, fingerprint: str) -> Prefixes[Segment]:
         block_size=size,
         fingerprint=fingerprint,
         clock=base.group.clock,
-        # Ranks whose weights differ have limits that do.
+        # Ranks with different weights have different limits.
         remembered=remembered_nodes(base.group.least(base.ledger.limit_bytes)),
-        # Coded nodes may be longer: time goes by the number of parts that are read.
+        # Quantized nodes may be longer: attention time depends on the number of nodes.
         max_merge_tokens=merged,
         longer=SPILLED_LONGER if spilled else LONGER,
         max_merge_bytes=merged * base.runner.held_token_bytes if coded or spilled else 0,

@@ -1,4 +1,4 @@
-"""Text interface of the engine: turns prompts and chats into requests, and events into text."""
+"""Text interface of the engine: converts prompts and chats to requests, and events to text."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_length(request: Request, context_tokens: int | None) -> None:
         )
     if left < request.max_tokens < Request.ENDLESS:
         raise SettingError(
-            f"max_tokens {request.max_tokens:,} is too many: behind the prompt's "
+            f"max_tokens {request.max_tokens:,} is too many: after the prompt's "
             f"{counted(len(request.prompt), 'token')} the model's context has room for {left:,}; "
             f"lower max_tokens"
         )
@@ -65,7 +65,7 @@ def check_answer(request: Request, context_tokens: int | None, max_kv_size: int)
 
 
 def text_tokens(tokenizer: Any, text: str) -> list[int]:
-    """Encode a text for the model to continue; SettingError without text or tokenizer."""
+    """Encode a text for the model to continue; raises SettingError if it is empty."""
     _check_tokenizer(tokenizer)
     if not isinstance(text, str):
         raise SettingError(

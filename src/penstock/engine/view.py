@@ -1,8 +1,8 @@
-"""`EngineView`: questions to an engine between two steps. They change nothing.
+"""`EngineView`: read-only queries to an engine, answered between two steps.
 
     server, command line, Ray ──Engine.ask──> engine thread ──> EngineView ──> stats, explain, tree
 
-Code outside of `engine` sees this class and never the parts that it reads.
+Code outside of `engine` uses this class, never the engine's components.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from penstock.prefix.volatile import Volatile, name_volatile
 
 SHOWN_STATES = [state for state in State if state is not State.DONE]
 NEAR_TOKENS = 32
-"""Number of tokens before and after the first difference of two prompts that show its kind."""
+"""Number of tokens on each side of the first difference of two prompts used to classify it."""
 
 NOT_SHARED = (
-    "nothing of this model is shared: its KV of a token depends on how the prompt is cut, so every "
-    "prompt is prefilled as a whole"
+    "prefixes of this model are not shared: the KV of a token depends on how the prompt is split, "
+    "so every prompt is prefilled as a whole"
 )
 
 
@@ -51,19 +51,33 @@ class SequenceBytes:
 
 
 @dataclass(frozen=True, slots=True)
+class Holdings:
+    """Bytes that an engine holds in a ledger shared by several models."""
+
+    fixed_bytes: int
+    """Bytes held whether or not a sequence runs."""
+    cold_bytes: int
+    """Bytes that can be evicted now."""
+    cold_seconds: float
+    """Estimated seconds to recompute all cached tokens."""
+    missing_bytes: int
+    """Bytes that the first waiting request lacks if no request is running; else 0."""
+
+
+@dataclass(frozen=True, slots=True)
 class SpilledBytes:
     tokens: int
     active_tokens: int
-    """Tokens whose keys and values are in memory, at most."""
+    """Maximum number of tokens whose keys and values are in memory."""
     index_bytes: int
     place_bytes: int
-    """Bytes of places and checksums, and of layers that stay in memory, of the other tokens."""
+    """Bytes in memory of the other tokens: places, checksums, and layers that are not spilled."""
     active_bytes: int
     """Bytes of the keys and values in memory."""
     tree_bytes: int
     """Bytes of the prefix tree's index for all tokens."""
     cache_bytes: int
-    """Bytes set aside for the cache of blocks and for reads, for all sequences."""
+    """Bytes reserved for the block cache and for reads, for all sequences together."""
 
 
 class EngineView:
@@ -108,7 +122,7 @@ class EngineView:
 
     @property
     def fingerprint(self) -> str:
-        """Identity of everything that must be equal for KV to be reusable, besides the tokens."""
+        """Identifies everything besides the tokens that must be equal for KV to be reusable."""
         return self._prefixes.fingerprint
 
     @property
@@ -116,8 +130,12 @@ class EngineView:
         return self._stores.figures.vocabulary_size
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        return tuple(self._stores.figures.adapters.fingerprints)
+
+    @property
     def codec_name(self) -> str | None:
-        """Codec of the prefix tree; None if KV stays as it was computed."""
+        """Name of the codec of cached KV; None if it is not quantized."""
         names = (part.codec_name for part in self._stores.retentions)
         return next((name for name in names if name is not None), None)
 
@@ -125,17 +143,17 @@ class EngineView:
 
     @property
     def token_bytes(self) -> float:
-        """Bytes of a token's KV in all layers, as it is computed."""
+        """Bytes of a token's KV in all layers before quantization."""
         return self._stores.figures.token_bytes
 
     @property
     def index_token_bytes(self) -> int:
-        """Bytes of the index of a token's keys in all layers; 0 where decode steps read all."""
+        """Bytes of a token's entries in the key index, in all layers; 0 without an index."""
         return self._stores.figures.index_token_bytes
 
     @property
     def coded_token_bytes(self) -> float:
-        """Bytes of a token's KV in all layers, as the prefix tree holds it."""
+        """Bytes of a token's KV in all layers, as stored in the prefix tree."""
         nbytes: float = self._stores.figures.token_bytes
         for part in self._stores.retentions:
             nbytes = part.coded_token_bytes(nbytes)
@@ -143,16 +161,16 @@ class EngineView:
 
     @property
     def context_tokens(self) -> int | None:
-        """Tokens of a prompt and its answer that the model is made for; None if it does not say."""
+        """Maximum tokens of prompt and answer that the model supports; None if not specified."""
         return self._stores.figures.context_tokens
 
     @property
     def fitting_tokens(self) -> int:
-        """Tokens that a prompt and its answer can have together, alone; up to 2**31."""
+        """Maximum tokens of prompt and answer of a sequence that runs alone; at most 2**31."""
         return self._budget.most_tokens()
 
     def sequence_bytes(self, tokens: int) -> SequenceBytes:
-        """Return the memory that a sequence of `tokens` needs beside the fixed memory."""
+        """Return the memory that a sequence of `tokens` needs in addition to the fixed memory."""
         estimator = self._estimator
         index = self._prefixes.index_bytes(-(-tokens // self._prefixes.block_size) + 1)
         if self._stores.spills:  # most of it is reserved
@@ -161,9 +179,9 @@ class EngineView:
         return SequenceBytes(per_sequence, estimator.prefill_bytes(tokens))
 
     def spilled_bytes(self, tokens: int) -> SpilledBytes | None:
-        """Return the memory of a sequence of `tokens` by its parts; None if KV is never spilled.
+        """Return the memory of a sequence of `tokens` by purpose; None if KV is never spilled.
 
-        They are the bytes that its admission reserves for keys and values.
+        Its admission reserves these bytes.
         """
         spilling, figures = self._stores.all_of(Spilling), self._stores.figures
         if not spilling:
@@ -182,7 +200,7 @@ class EngineView:
 
     @property
     def claimed_share(self) -> float:
-        """Share of the memory for KV that cannot be evicted: read now, or promised."""
+        """Share of the KV memory that cannot be evicted: in use or reserved."""
         bytes_by_kind = self._ledger.by_class()
         fixed = sum(bytes_by_kind[kind] for kind in (Kind.WEIGHTS, Kind.TAILS, Kind.BUFFERS))
         fixed += self._draft.fixed_bytes
@@ -191,7 +209,7 @@ class EngineView:
         return max(0, claimed) / room
 
     def generated(self, handle: Handle) -> list[list[int]]:
-        """Return the tokens of a request's open answers so far, posted or not."""
+        """Return the tokens of a request's open answers so far, delivered or not."""
         sequences = self._admission.sequences.values()
         return [list(s.generated) for s in sequences if s.handle is handle]
 
@@ -210,7 +228,7 @@ class EngineView:
         return fixed + self._prefixes.tree.nbytes + own_spans + self._state_bytes()
 
     def _state_bytes(self) -> int:
-        """Return the bytes of the open sequences' recurrent states, checkpoints not counted."""
+        """Return the bytes of open sequences' recurrent states, excluding those of checkpoints."""
         states = (s.kv.recurrent_state for s in self._admission.sequences.values())
         nbytes_by_id = {id(state.states): nbytes(state.states) for state in states if state}
         if nbytes_by_id:
@@ -218,6 +236,16 @@ class EngineView:
                 for checkpoint in node.segment.checkpoints:
                     nbytes_by_id.pop(id(checkpoint.states), None)
         return sum(nbytes_by_id.values())
+
+    def holdings(self) -> Holdings:
+        line = [] if self._scheduler.placed() else self._scheduler.in_line()
+        tokens = self._prefixes.tree.tokens
+        return Holdings(
+            fixed_bytes=self._budget.fixed_bytes,
+            cold_bytes=self._prefixes.evictable_bytes,
+            cold_seconds=tokens * self._estimator.prefill_token_seconds,
+            missing_bytes=self._budget.missing_bytes(line[0]) if line else 0,
+        )
 
     def tree(self) -> list[NodeView]:
         return self._prefixes.views()
@@ -227,7 +255,7 @@ class EngineView:
         return [block_hash for node in nodes for block_hash in node.block_hashes]
 
     def held_tokens(self, tokens: Sequence[int], salt: str = "") -> int:
-        """Return how many first tokens of a prompt are in the tree, in whole blocks."""
+        """Return the number of a prompt's leading tokens in the tree, in whole blocks."""
         return self._prefixes.find(tokens, salt).tokens
 
     def stats(self) -> Stats:
@@ -300,7 +328,7 @@ class EngineView:
         block_hashes: Sequence[bytes],
         salt: str,
     ) -> Volatile | None:
-        """Name the difference between a prompt and the nearest cached one, if its kind is known."""
+        """Classify the difference between a prompt and the nearest cached one; None if unknown."""
         position = explanation.diverges_at
         if position is None:
             return None

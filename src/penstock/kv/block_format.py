@@ -1,6 +1,6 @@
-"""Storage format of the blocks of a chain: the first ones raw, later ones quantized.
+"""Storage format of a sequence's blocks: the first ones raw, later ones quantized.
 
-The format is known in advance, so that files can be read directly into buffers of that format.
+It is known in advance, so that files can be read directly into buffers of the right format.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ArrayFormat:
         if self.codec is None:
             return [((1, self.heads, tokens, self.dim), self.dtype)]
         span = self.codec.span
-        # Never evaluated: MLX knows the shapes.
+        # Not evaluated; only the shapes and dtypes are used.
         parts = self.codec.encode(
             mx.zeros((1, self.heads, span, self.dim), self.dtype), CodeOps()
         ).parts
@@ -55,7 +55,7 @@ class ArrayFormat:
         return (side.codec.form if isinstance(side, Coded) else None) == self.codec
 
     def decoded(self, side: Side, ops: CodeOps) -> Side:
-        """Return a side in the model's dtype, dequantizing codes."""
+        """Return a side, dequantized to the model's dtype if it is encoded."""
         return side.dequantize(ops).astype(self.dtype) if isinstance(side, Coded) else side
 
 
@@ -112,7 +112,7 @@ class BlockFormat:
 
 
 class BlockFormats:
-    """Formats of the blocks of a chain; without a rule all blocks stay raw."""
+    """Format of each block of a sequence, by index; without a rule all blocks are raw."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class BlockFormats:
         self._raw = BlockFormat.of(shapes)
         self._coded = self._raw
         self._first = 0
-        """Raw blocks."""
+        """Number of leading raw blocks."""
         if not rule.is_raw:
             self._coded = BlockFormat.of(shapes, rule.scheme, rule.raw_layers)
             self._first = rule.first_tokens // block_size
@@ -151,7 +151,7 @@ class BlockFormats:
 
     @property
     def spans(self) -> Spans:
-        """Blocks per record of a cold tier: all blocks of a record have the same format."""
+        """Division of a chain into cold-tier records, whose blocks have the same format."""
         return Spans(record_blocks(self.block_size), self._first)
 
     @property
@@ -161,12 +161,15 @@ class BlockFormats:
 
     @property
     def converted_record_bytes(self) -> int:
-        """KV bytes of an encoded or decoded record; 0 without a codec."""
+        """KV bytes of a record after conversion; 0 if records are never converted."""
         tokens = self.spans.blocks * self.block_size
         return 0 if self.rule.is_raw and not self._decodes else self._coded.nbytes(tokens)
 
     def converted(self, segment: Segment, block: int) -> Segment | None:
-        """Convert a block to its format; None if a value is too large for float16."""
+        """Convert a block to its format; None if that is impossible.
+
+        That is the case if its KV is incomplete or spilled, or a value is too large for float16.
+        """
         sides = [side for layer in segment.layers for side in layer]
         if segment.missing or any(map(is_spilled, sides)):
             return None

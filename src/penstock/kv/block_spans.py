@@ -1,18 +1,19 @@
-"""Spans of blocks: small blocks handled together to spread fixed costs."""
+"""Groups of small blocks that are handled together to amortize fixed costs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 SPAN_TOKENS = 256
-"""Tokens of small blocks merged into a node, and between two checkpoints."""
+"""Target tokens of a node merged from small blocks, and between two checkpoints."""
 RECORD_TOKENS = 320
-"""Tokens of a cold-tier record. Conversations from 1,280 tokens on then have no more records,
-including a short last one, than with blocks of 256."""
+"""Target tokens of a cold-tier record. Conversations of 1,280 tokens or more need no more records,
+including a short last one, than with blocks of 256 tokens."""
 SPILLED_MERGE_TOKENS = 512
 """Maximum tokens of a node with KV in memory when spilling, unless a prefill chunk is larger."""
 SPILLED_LONGER = 32
-"""Factor on that for nodes whose KV has left memory: Python takes a step's time for each node."""
+"""Multiple of `SPILLED_MERGE_TOKENS` for nodes whose KV is spilled; each node costs time per step.
+"""
 
 
 def span_blocks(block_size: int) -> int:
@@ -44,7 +45,7 @@ def span_tokens(block_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Division of a chain's blocks into records.
+    """Division of a sequence's blocks into records.
 
     >>> spans = Spans(4, cut=6)
     >>> spans.ends(11), spans.start(7), spans.end(7)
@@ -52,9 +53,9 @@ class Spans:
     """
 
     blocks: int = 1
-    """Number of blocks in a record; records end at its multiples."""
+    """Number of blocks per record; records end at multiples of it."""
     cut: int = 0
-    """Block at which a record also ends because the format changes; 0 for none."""
+    """Block before which a record also ends because the format changes; 0 for none."""
 
     def start(self, block: int) -> int:
         """Return the first block of the record that contains `block`."""

@@ -13,7 +13,7 @@ from penstock.errors import SettingError, WrongType
 
 
 def whole(name: str, value: object, least: int) -> int:
-    """Return `value` as an int of at least `least`; accepts NumPy integers, not bools."""
+    """Return `value` as an int; raise an error if it is less than `least`, or not an integer."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -26,7 +26,7 @@ def whole(name: str, value: object, least: int) -> int:
 
 
 def loaded_model(where: str, model: object) -> None:
-    """Raise SettingError if a name, a path or the tuple of `load` was passed as a model."""
+    """Raise SettingError if `model` is None, a name or path, or the tuple that `load` returns."""
     if isinstance(model, str | Path):
         remedy = f"model, tokenizer = penstock.load({str(model)!r})"
     elif isinstance(model, tuple):
@@ -45,7 +45,7 @@ def positive(name: str, value: object) -> int:
 
 
 def window(max_size: object, keep: object) -> tuple[int, int]:
-    """Return the validated sizes of a bounded window: 0 <= keep < max_size."""
+    """Return the window size and the number of kept tokens, validated: 0 <= keep < max_size."""
     size, kept = positive("max_size", max_size), whole("keep", keep, 0)
     if kept >= size:
         raise SettingError(f"keep must lie in 0..{size - 1} for max_size {size}, not {kept}")
@@ -53,7 +53,7 @@ def window(max_size: object, keep: object) -> tuple[int, int]:
 
 
 def ints(values: Any) -> list[int]:
-    """Return integers, given as an array or a sequence, as a list."""
+    """Convert an array or sequence of integers to a list."""
     listed: Any = values.tolist() if isinstance(values, mx.array) else values
     return list(listed)
 
@@ -65,10 +65,10 @@ def counts(name: str, values: Any) -> list[int]:
 
 
 def chosen_rows(indices: Any, count: int) -> list[int]:
-    """Return the row indices to keep of `count` rows: at least one, none out of range."""
+    """Return the indices of the rows to keep, validated: at least one, all below `count`."""
     rows = counts("batch_indices", indices)
     if not rows:
-        raise SettingError("batch_indices is empty; drop the cache in place of its last row")
+        raise SettingError("batch_indices is empty; delete the cache instead of its last row")
     if max(rows) >= count:
         raise SettingError(f"batch_indices has row {max(rows)}; the batch has {count}")
     return rows

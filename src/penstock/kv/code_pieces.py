@@ -1,6 +1,6 @@
 """Encode and dequantize KV piece by piece, in parallel lanes.
 
-Working memory: one piece per lane.
+The working memory is that of one piece per lane.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from penstock.kv.columns import Side
 
 _Part = TypeVar("_Part")
 PIECE_TOKENS = 128
-"""Tokens per piece for the codec that needs most memory; others use larger pieces in the same
-memory."""
+"""Tokens per piece for the codec that needs most memory; others have larger pieces accordingly."""
 PIECE_STEP = 64
-"""Granularity of pieces: a multiple of every codec's span."""
+"""Divisor of piece sizes, which is a multiple of every codec's span."""
 
 
 def placed(parts: Sequence[Side], count: int, dtype: mx.Dtype, ops: CodeOps) -> Side:
@@ -67,7 +66,7 @@ def dequantized(
 
 @dataclass(frozen=True, slots=True)
 class CodeBuffers:
-    """Buffers for the codes of one side, written in place; they have no other reference."""
+    """Buffers for the codes of one side, written in place; nothing else may reference them."""
 
     codec: Codec
     parts: list[mx.array]
@@ -83,13 +82,13 @@ class CodeBuffers:
 
 
 def code_buffers(number: int, side: Side, codec: Codec | None, ops: CodeOps) -> CodeBuffers | None:
-    """Return buffers for the codes of one side, on a lane of its own; None if it stays raw."""
+    """Allocate buffers for the codes of one side, on lane `number`; None if it stays as it is."""
     if codec is None or not isinstance(side, mx.array):
         return None
     batch, heads, tokens, dim = side.shape
     codec.token_bits(dim)
-    whole = tokens % codec.span or codec.span  # what is no whole span is refused
-    like = codec.encode(mx.zeros((batch, heads, whole, dim), side.dtype), ops)  # not computed
+    whole = tokens % codec.span or codec.span  # raises an error for an incomplete span
+    like = codec.encode(mx.zeros((batch, heads, whole, dim), side.dtype), ops)  # not evaluated
     with ops.lane(number):
         blank = col.blank(like, tokens)
     assert isinstance(blank, Coded)
@@ -97,10 +96,10 @@ def code_buffers(number: int, side: Side, codec: Codec | None, ops: CodeOps) -> 
 
 
 def encode(layer: tuple[Side, Side], into: Sequence[CodeBuffers | None], ops: CodeOps) -> None:
-    """Encode into the buffers, piece by piece in all lanes.
+    """Encode keys and values into their buffers, piece by piece in all lanes.
 
-    A lane starts a piece when the arrays of the previous one are freed; its graph is built before.
-    The last pieces may still be running on return.
+    A lane starts a piece when the arrays of the previous one have been freed. The last pieces may
+    still be running on return.
     """
     sides, pieces = {}, []
     for number, (side, buffers) in enumerate(zip(layer, into, strict=True)):
@@ -108,13 +107,13 @@ def encode(layer: tuple[Side, Side], into: Sequence[CodeBuffers | None], ops: Co
             cuts = _cuts(side.shape, buffers.codec)
             sides[number] = buffers, buffers.codec.encode_by(cuts, side, buffers.put, ops)
             pieces += [(place, number) for place in range(len(cuts))]
-    for lane_pieces in _in_lanes(sorted(pieces), ops.lanes):  # of both sides in turn
+    for lane_pieces in _in_lanes(sorted(pieces), ops.lanes):  # alternating between the sides
         numbers = [number for _, number in lane_pieces]
         for place, number in enumerate(numbers):
             with ops.lane(place):
                 next(sides[number][1])
         for number in dict.fromkeys(numbers):
-            # A last piece is alone: of its side one may be in any lane.
+            # If fewer pieces than lanes are left, earlier pieces of the side may be in any lane.
             for place in range(ops.lanes):
                 if len(numbers) < ops.lanes or numbers[place] == number:
                     ops.settle(place)
@@ -122,13 +121,13 @@ def encode(layer: tuple[Side, Side], into: Sequence[CodeBuffers | None], ops: Co
 
 
 def _piece_tokens(codec: Codec) -> int:
-    """Return the tokens per piece that use as much memory as the largest codec does."""
+    """Return the tokens per piece, which is larger for codecs that need less memory per token."""
     tokens = int(PIECE_TOKENS * Codec.buffers / codec.buffers)
     return tokens - tokens % PIECE_STEP
 
 
 def _cuts(shape: Sequence[int], codec: Codec) -> list[Cut]:
-    """Return (heads, tokens) of the pieces of (1, heads, tokens, dim)."""
+    """Split an array (1, heads, tokens, dim) into pieces of some heads and tokens."""
     _, heads, tokens, _ = shape
     most_tokens = _piece_tokens(codec) * heads
     if tokens > most_tokens:

@@ -1,9 +1,8 @@
 """Operations along the token axis of a layer's KV: allocate, write, slice, join.
 
-A *side* is the keys of a cache, or its values. It is one array (batch, kv_heads, columns,
-head_dim), or the (codes, scales, biases) triple of `mx.quantize`, each with the same first three
-axes. In segments it may also be a codec's form of them (`Coded`). Caches are written once for all
-three.
+A *side* is the keys of a layer, or its values. It is one array (batch, kv_heads, columns,
+head_dim), or the (codes, scales, biases) triple of `mx.quantize` with the same first three axes. In
+segments it may also be encoded by a codec (`Coded`). These functions accept all three forms.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def nbytes(*sides: Side | None) -> int:
 
 
 def take(side: Side, start: int, stop: int) -> Side:
-    """Return columns `start..stop - 1` as a view. O(1), but it keeps the whole buffer alive."""
+    """Return a view of columns `start..stop - 1`; it keeps the whole buffer alive."""
     if isinstance(side, mx.array):
         return side[:, :, start:stop]  # a third quicker than side[..., start:stop, :]
     if isinstance(side, Coded):
@@ -67,7 +66,7 @@ def join(*sides: Side) -> Side:
 
 def copied(side: Side) -> Side:
     """Copy a side into buffers of exact size, which `mx.contiguous` does not guarantee."""
-    # Of one array alone MLX would return that array.
+    # Given only one array, `concatenate` would return it without a copy.
     return map_arrays(lambda part: mx.concatenate([part, part[:, :, :0]], axis=TOKEN_AXIS), side)
 
 
@@ -83,7 +82,7 @@ def blank(like: Side, count: int, rows: int | None = None) -> Side:
 
 
 def write(side: Side, column: int, new: Side, row: int | None = None, head: int = 0) -> Side:
-    """Write `new` at `column` and `head`, in place if possible; return the new side."""
+    """Write `new` at `column`, `row` and `head`, in place if possible; return the new side."""
     if isinstance(side, Coded):
         column //= side.codec.span
     if not isinstance(side, mx.array):
@@ -91,8 +90,8 @@ def write(side: Side, column: int, new: Side, row: int | None = None, head: int 
     assert isinstance(new, mx.array)
     stop = column + new.shape[TOKEN_AXIS]
     if column == 0 and new.shape == side.shape:
-        # An assignment to the whole of an array drops its buffer and keeps `new` itself, with
-        # all the memory that `new` may be a view of.
+        # Assigning to a whole array would replace its buffer with `new`, which may be a view of
+        # a larger one.
         return mx.slice_update(side, new, mx.array([0]), (TOKEN_AXIS,))
     heads = slice(head, head + new.shape[1])
     if row is None:
@@ -103,7 +102,7 @@ def write(side: Side, column: int, new: Side, row: int | None = None, head: int 
 
 
 def scatter(side: Side, slots: Sequence[int], new: Side) -> Side:
-    """Return `side` with one new column of row i written at `slots[i]`, in place if possible."""
+    """Write row i of `new`, one column, at column `slots[i]`, in place if possible."""
     rows, where = mx.arange(len(slots)), mx.array(list(slots))
 
     def put(part: mx.array, add: mx.array) -> mx.array:
@@ -116,8 +115,7 @@ def scatter(side: Side, slots: Sequence[int], new: Side) -> Side:
 def resized(side: Side, count: int, used: int) -> Side:
     """Copy the first `used` columns into a new buffer of `count` columns.
 
-    Evaluated, so that the old buffer is freed when the caller drops it. Lazily, the old buffers of
-    all layers would be alive at once.
+    Evaluated, so that the old buffer can be freed before the next layer is resized.
     """
     fresh = blank(side, count)
     if used:
@@ -157,7 +155,7 @@ def spread(column: int, parts: Sequence[Side]) -> list[tuple[int, Side]]:
 
 
 def between(parts: Sequence[Side], start: int, stop: int) -> Side:
-    """Return columns `start..stop - 1` of consecutive parts: a view of one or copy of several."""
+    """Return columns `start..stop - 1` of consecutive parts, as a view if they are in one."""
     ranges = [
         take(part, max(start - column, 0), min(stop - column, columns(part)))
         for column, part in spread(0, parts)
@@ -167,7 +165,7 @@ def between(parts: Sequence[Side], start: int, stop: int) -> Side:
 
 
 def rolled(side: Side, shifts: Sequence[int]) -> Side:
-    """Copy with row i's columns rolled right by `shifts[i]`."""
+    """Return a copy in which the columns of row i are rolled right by `shifts[i]`."""
     count = columns(side)
     source = (mx.arange(count)[None, :] - mx.array(list(shifts))[:, None]) % count
 

@@ -1,14 +1,14 @@
-"""Compressed layers: one row for every few tokens, stored in columns of tokens.
+"""Compressed layers, which pool every few tokens into one row, stored in columns of tokens.
 
-DeepSeek 4.1 pools `ratio` tokens into one row, beside a short window. A row is split into `ratio`
-shares, one per token, so that segments, blocks, files and the ledger only handle tokens:
+DeepSeek 4.1 pools `ratio` tokens into one row, besides a short window. A row is split into `ratio`
+parts, one per token, so that segments, blocks, files and the ledger only handle tokens:
 
     tokens    0    1    2    3  |  4    5    6    7  |  8    9
     columns  [   the first row ] [  the second row  ] [ nothing  ]      segments
     states                                              8, 9            an open group
 
-Rows pooled during decode stay loose in the states until the block is full, because the columns of
-their first tokens were stored before the row was complete.
+Rows pooled during decode are kept in the states ("loose rows") until the block is full, because the
+columns of their first tokens were stored before the row was complete.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from penstock.kv.states import LayerState, RecurrentState
 from penstock.kv.tails import LayerShape
 
 POINTS = ("window", "pending_kv", "pending_gate")
-"""State arrays of such a layer, by the model's names: its window, and keys and gates of the open
-group. Loose rows follow them in the state."""
+"""State arrays of a compressed layer, by the model's names: its window, and keys and gates of the
+incomplete group. In a layer's state the loose rows follow them."""
 ROWS = ("compress_kv", "index_k")
-"""State arrays that grow by a row per complete group."""
+"""Arrays that grow by one row per complete group, by the model's names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Rows:
 
     @property
     def shape(self) -> LayerShape:
-        """Shape of one token's columns: a share of each half of the row."""
+        """Shape of one token's columns: keys and values each have a part of one half of the row."""
         share = -(-self.width // (2 * self.ratio))
         return LayerShape(1, share, share, self.dtype)
 
@@ -68,12 +68,12 @@ class Rows:
 
 
 class RowReads:
-    """Rows of one layer in one step of a sequence, after those in its spans."""
+    """Rows of one layer in one step of a sequence: those of its spans, and new ones."""
 
     def __init__(
         self, rows: Rows, layer: int, parts: Sequence[KVSpan], position: int, *, chunk: bool
     ) -> None:
-        """Wrap the rows of a step; with `chunk` they are stored in columns of their own."""
+        """Initialize for a step; the new rows of a `chunk` are stored in the chunk's columns."""
         self.rows = rows
         self.layer = layer
         self._parts = parts
@@ -82,7 +82,7 @@ class RowReads:
         self._made: mx.array | None = None
 
     def every(self, loose: mx.array | None) -> mx.array | None:
-        """Return all rows, (1, n, width): those in columns, followed by the loose ones."""
+        """Return all rows, (1, n, width): those in columns, then the loose ones; None if none."""
         stop = (self._count - _length(loose)) * self.rows.ratio
         sides: tuple[list[mx.array], list[mx.array]] = ([], [])
         for part in self._parts:
@@ -98,7 +98,7 @@ class RowReads:
         return joined if loose is None else mx.concatenate([joined, loose], axis=1)
 
     def leave(self, every: mx.array | None, loose: mx.array | None) -> mx.array | None:
-        """Return the rows that the step added outside its columns; None without any."""
+        """Return the rows to keep as loose rows after the step, or None."""
         if every is None:
             return None
         new = every[:, self._count - _length(loose) :]
@@ -115,7 +115,7 @@ class RowReads:
 
 
 class CompressedReads:
-    """One layer of one step of a sequence, with the interface of DeepSeek 4.1's own cache."""
+    """Cache of one layer for one step of a sequence, with the interface of DeepSeek 4.1's cache."""
 
     def __init__(self, window_tokens: int, *inner: Any) -> None:
         *self._reads, kept = inner
@@ -128,7 +128,7 @@ class CompressedReads:
             setattr(self, reads.rows.name, reads.every(loose))
 
     def update_window(self, kv: mx.array) -> mx.array:
-        """Return the window followed by the new tokens' rows, (1, n, width)."""
+        """Append the new tokens, (1, n, width), to the window; return both together."""
         window = kv if self.window is None else mx.concatenate([self.window, kv], axis=1)
         self.window = window[:, -self.window_size :]
         self.offset += kv.shape[1]

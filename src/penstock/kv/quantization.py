@@ -1,4 +1,4 @@
-"""Quantization rule: which tokens and layers are encoded, and their size."""
+"""Rule of quantization: which tokens and layers are encoded, and by which codecs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape
 
 FORMAT = 2
-"""Version of the codes, increased whenever a codec produces different bits."""
+"""Version of the codecs, to be increased whenever one produces different bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class QuantizationRule:
         """Return the default block size: a multiple of `every` and of the codec's span."""
         spans = [every]
         if isinstance(codec, str):
-            with suppress(ValueError):  # `of` says what is wrong with the name
+            with suppress(ValueError):  # `of` reports invalid names
                 spans += [part.span for part in parse_scheme(codec).codecs]
         together = lcm(*spans)
         return -(-BLOCK_SIZE // together) * together
@@ -49,14 +49,14 @@ class QuantizationRule:
         skip_layers: Collection[int] = (),
         least_tokens: int = 0,
     ) -> QuantizationRule:
-        """Return the rule of the settings, or raise SettingError.
+        """Return the rule that the settings describe.
 
         Args:
-            codec: name of a scheme, or None.
-            block_size: tokens per block, which is encoded as a whole.
+            codec: name of a scheme; None to encode nothing.
+            block_size: tokens per block; blocks are encoded as a whole.
             first_tokens: number of leading tokens that stay raw, rounded up to whole blocks.
             skip_layers: layers that stay raw.
-            least_tokens: shorter prompts stay raw as well.
+            least_tokens: prompts with fewer tokens stay raw.
 
         Raises:
             SettingError: a setting is invalid.
@@ -72,7 +72,7 @@ class QuantizationRule:
         if codec is None:
             return ALL_RAW
         if not isinstance(codec, str):
-            raise SettingError(f"kv_cache_quantization must be a name, as '8', not {codec!r}")
+            raise SettingError(f"kv_cache_quantization must be a name like '8', not {codec!r}")
         try:
             scheme = parse_scheme(codec)
         except ValueError as error:
@@ -100,14 +100,14 @@ class QuantizationRule:
 
     @property
     def identity(self) -> str:
-        """Key that is equal for rules that produce the same bits."""
+        """Key for fingerprints: rules with equal keys encode a prompt to the same bits."""
         layers = ",".join(map(str, sorted(self.raw_layers)))
         scales = f":{digest(self.scheme.scales)}" if self.scheme.scales else ""
         tokens = f"{self.first_tokens}:{self.least_tokens}"
         return f"{FORMAT}:{self.scheme.name}:{layers}:{tokens}{scales}"
 
     def token_bits(self, shapes: Sequence[LayerShape]) -> tuple[int, int]:
-        """Return the bits of one token in coded layers, and raw. Raises SettingError."""
+        """Return the bits per token of encoded and of raw sides; SettingError if unsupported."""
         if unknown := sorted(self.raw_layers - set(range(len(shapes)))):
             raise SettingError(
                 f"kv_cache_skip_layers {unknown}: the model's layers with keys and values, counted "

@@ -1,4 +1,4 @@
-"""Immutable KV of consecutive tokens in all layers, cut from caches and read by attention."""
+"""Immutable KV of consecutive tokens in all layers, copied from caches and read by attention."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ Layer: TypeAlias = tuple[Side, Side]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """KV of consecutive tokens: per layer keys and values, (1, kv_heads, tokens, width).
+    """KV of consecutive tokens: keys and values of each layer, (1, kv_heads, tokens, dim).
 
-    Buffers have exact size and are evaluated. `split` and `join` copy, so dropping a segment frees
-    all of its bytes. Checkpoints are shared.
+    Arrays are evaluated and have buffers of exact size. `split` and `join` copy, so dropping a
+    segment frees all of its bytes, except checkpoints, which are shared.
     """
 
     layers: tuple[Layer, ...]
     checkpoints: tuple[Checkpoint, ...] = ()
     length: int = 0
-    """Number of tokens; needed if the model has only recurrent layers, without KV to count."""
+    """Number of tokens; used only if the model has no KV, just recurrent layers."""
     missing: tuple[int, ...] = ()
-    """Number of leading tokens that each layer lacks; empty if every layer is complete."""
+    """Number of leading tokens without KV, by layer; empty if every layer is complete."""
     index: tuple[Coded | None, ...] = ()
-    """Index of each layer's keys, see `key_index`; None for a layer without one, empty if none has
-    one."""
+    """Index of each layer's keys, see `key_index`, or None; empty if no layer has one."""
     _derived: dict[object, Any] | None = field(default=None, init=False, compare=False, repr=False)
 
     @classmethod
@@ -57,7 +56,7 @@ class Segment:
         )
 
     def owned(self, *, coded: bool = False) -> Segment:
-        """Copy sides that may be views: raw ones, or with `coded` all; evaluated."""
+        """Copy raw sides, which may be views, and with `coded` also encoded ones; evaluated."""
 
         def copied(side: Side) -> Side:
             return side if isinstance(side, Coded) and not coded else col.copied(side)
@@ -77,7 +76,7 @@ class Segment:
         return col.columns(self.layers[0][0]) + (self.missing[0] if self.missing else 0)
 
     def columns(self, layer: int, start: int, stop: int) -> tuple[int, int]:
-        """Return the columns of a layer for the tokens `start..stop - 1`, none of them missing."""
+        """Convert a range of tokens, none of them missing, to columns of a layer."""
         gone = self.missing[layer] if self.missing else 0
         if start < gone and start < stop:
             raise AssertionError(f"layer {layer} no longer has its first {gone} tokens")
@@ -118,11 +117,11 @@ class Segment:
         return replace(self, checkpoints=ordered)
 
     def encoded(self, scheme: Scheme, ops: CodeOps, raw_layers: Collection[int] = ()) -> Segment:
-        """Encode by a scheme, some tokens of one layer at a time; evaluated.
+        """Return a segment encoded by a scheme, evaluated.
 
-        A side is shared unchanged if it is already coded, if a value is too large for the codec's
-        scales, or if it is in `raw_layers`. A spilled side is read from now on as the codec decodes
-        it.
+        A side is shared unchanged if it is already encoded, if a value is too large for the codec's
+        scales, or if its layer is in `raw_layers`. A spilled side stays in the tier, and is read as
+        if quantized by the codec.
 
         Raises:
             ValueError: the number of tokens or the head size does not fit a codec.
@@ -131,7 +130,7 @@ class Segment:
             (None, None) if number in raw_layers else (codecs_of.keys, codecs_of.values)
             for number, codecs_of in enumerate(map(scheme.of_layer, range(len(self.layers))))
         ]
-        # All that is made, before what pieces leave behind is handed out, larger than it need be.
+        # All results are allocated first: later MLX could reuse larger buffers freed by pieces.
         buffers = [
             [
                 code_buffers(number, *layer_sides, ops)
@@ -168,8 +167,8 @@ class Segment:
 
         A NaN in a shared segment spreads even if masked, because 0 x NaN is NaN.
 
-        Checks sums first, at a fraction of the cost: they are finite only if all summands are. A
-        sum may also overflow, so only then all values are checked.
+        Checks sums first, which is cheaper: a sum is finite only if all summands are. As a sum may
+        also overflow, all values are checked if one is not finite.
         """
         parts = [part for layer in self.layers for part in col.arrays(*layer)]
         return _all_finite([_sums(part) for part in parts]) or _all_finite(parts)
@@ -178,7 +177,7 @@ class Segment:
         return self._copy(0, at_tokens), self._copy(at_tokens, self.tokens)
 
     def part(self, start: int, stop: int) -> Segment:
-        """Return views of tokens `start..stop - 1`, without checkpoints; copy them immediately."""
+        """Return views of tokens `start..stop - 1`, without checkpoints; the caller copies them."""
         index = tuple(layer_index and layer_index.take(start, stop) for layer_index in self.index)
         if not self.missing:
             return replace(Segment.views(self.layers, start, stop), index=index)
@@ -199,10 +198,10 @@ class Segment:
         )
 
     def thinned(self, gone: Mapping[int, int]) -> Segment:
-        """Drop leading tokens of some layers; `gone` maps layers to numbers of tokens.
+        """Return a segment without the KV of the first `gone[layer]` tokens of some layers.
 
-        The numbers are multiples of the span of the layer's codecs. Copies the rest of those
-        layers, evaluated; shares the other layers and the checkpoints.
+        These numbers are multiples of the span of the layer's codecs. The rest of those layers is
+        copied, evaluated; the other layers and the checkpoints are shared.
         """
         layers, missing = list(self.layers), list(self.missing or [0] * len(self.layers))
         for layer, count in gone.items():
@@ -214,7 +213,7 @@ class Segment:
         return replace(self, missing=_if_any(missing))._with(layers, self.index)
 
     def filled(self, source: Segment, start: int) -> Segment:
-        """Fill the incomplete layers from `source`, whose token `start` is this segment's first."""
+        """Return this segment with incomplete layers copied from `source`, from `start` on."""
         complete = source.part(start, start + self.tokens)
         if complete.missing or complete.tokens != self.tokens:
             raise ValueError(
@@ -228,9 +227,9 @@ class Segment:
         return replace(self, missing=())._with(layers, self.index)
 
     def joins(self, other: Segment) -> bool:
-        """Return whether the formats of all sides match, and joining leaves no gap.
+        """Return whether `other` can be joined: formats match, and no layer would have a gap.
 
-        If the other segment lacks leading tokens of a layer, this one must lack all of that layer.
+        If `other` lacks leading tokens of a layer, this segment must lack all of that layer.
         """
         return self._forms() == other._forms() and all(
             not gone or not col.columns(layer[0])
@@ -298,7 +297,7 @@ def _copied(index: Coded | None) -> Coded | None:
 
 
 def _joined(parts: Sequence[Coded | None]) -> Coded | None:
-    """Return the index of consecutive keys; None if some of them have none."""
+    """Join the indexes of consecutive keys; None if any is missing."""
     present = [part for part in parts if part is not None]
     return present[0].join(*present[1:]) if len(present) == len(parts) else None
 
@@ -313,7 +312,7 @@ def _is_finite(number: int, side: Coded, ops: CodeOps) -> mx.array:
 
 
 def _sums(array: mx.array) -> mx.array:
-    """Sum (..., tokens, width) over the tokens; over the width if the dtype would overflow."""
+    """Sum (..., tokens, dim) over the tokens, or over dim for float16, which would overflow."""
     return array.sum(axis=-1 if array.dtype == mx.float16 else col.TOKEN_AXIS).reshape(-1)
 
 

@@ -1,7 +1,7 @@
-"""States of recurrent layers: a few arrays that summarize all tokens of a sequence.
+"""States of recurrent layers: a few arrays per layer that summarize all tokens of a sequence.
 
-A state is valid at a single position. It cannot be split, joined or rolled back, only stored with
-the position at which it was captured.
+A state is valid at a single position. It cannot be split, joined or rolled back, only stored
+together with that position.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def copied(states: Sequence[LayerState], row: int | None = None) -> States:
         if array is None:
             return None
         taken = array if row is None else array[row : row + 1]
-        return mx.concatenate([taken, taken[:0]])  # of one array alone MLX returns that array
+        return mx.concatenate([taken, taken[:0]])  # one array alone would be returned uncopied
 
     copies = tuple(tuple(copied_array(array) for array in state) for state in states)
     mx.eval(arrays(copies))
@@ -40,10 +40,10 @@ def copied(states: Sequence[LayerState], row: int | None = None) -> States:
 
 
 def unpinned(states: Sequence[LayerState]) -> States:
-    """Return states with copies of the small arrays; not evaluated.
+    """Return states whose small arrays are copies, which pin no larger buffers; not evaluated.
 
-    A convolution returns its last inputs as a view, which keeps the whole input alive. Large arrays
-    are results of the step, not views.
+    A convolution's state is a view of its last inputs, which keeps the whole input alive. Large
+    arrays are results of the step, not views.
     """
     small = nbytes(states) // 4
 
@@ -61,7 +61,7 @@ class Checkpoint:
     """Number of the segment's tokens before the boundary; at least 1."""
     states: States
     turn_end: bool = False
-    """Whether a prompt or an answer ended in the next block, so that a conversation resumes
+    """Whether a prompt or an answer ended in the next block, so that its conversation would resume
     here."""
 
     @property
@@ -75,7 +75,7 @@ class Checkpoint:
 @dataclass(frozen=True, slots=True)
 class RecurrentState:
     states: States
-    """States of all rows of that step."""
+    """States of all rows of the last step, or of one sequence."""
     row: int = 0
     exclusive: bool = False
     """Whether this is the only row, in buffers of exact size."""
@@ -93,7 +93,7 @@ class RecurrentState:
 
 
 def stacked(sequences: Sequence[RecurrentState]) -> States:
-    """Stack the states of sequences as rows; no copy if they are the rows of the last step."""
+    """Stack the states of sequences as rows; no copy if they are exactly the last step's rows."""
     first = sequences[0].states
     if all(
         sequence.states is first and sequence.row == row for row, sequence in enumerate(sequences)
@@ -117,7 +117,7 @@ def stacked(sequences: Sequence[RecurrentState]) -> States:
 
 
 def blank(states: Sequence[LayerState]) -> States:
-    """Return zeros of the same shapes as states."""
+    """Return states of zeros with the same shapes and dtypes."""
     return tuple(
         tuple(None if array is None else mx.zeros_like(array) for array in state)
         for state in states
@@ -125,7 +125,7 @@ def blank(states: Sequence[LayerState]) -> States:
 
 
 def before(checkpoints: Sequence[Checkpoint], position: int) -> Iterator[Checkpoint]:
-    """Yield the checkpoints up to a position, deepest first."""
+    """Iterate over the checkpoints up to a position, deepest first."""
     return (checkpoint for checkpoint in reversed(checkpoints) if checkpoint.offset <= position)
 
 
@@ -164,7 +164,7 @@ NO_STATES = StateForm((), ())
 
 
 def named(states: States) -> Iterator[tuple[str, mx.array]]:
-    """Yield arrays of states with their names: `3.0` and `3.1` for the fourth layer with states."""
+    """Yield names and arrays, such as `3.0` and `3.1` for the fourth recurrent layer."""
     for layer, state in enumerate(states):
         for place, array in enumerate(state):
             if array is not None:
@@ -172,16 +172,17 @@ def named(states: States) -> Iterator[tuple[str, mx.array]]:
 
 
 Place: TypeAlias = "int | tuple[Callable[..., Any], tuple[Place, ...]]"
-"""Index of a cache with KV, or complement (~) of one with a state; or a constructor of several."""
+"""Index of a cache with KV, complement (~) of the index of one with a state, or a function that
+combines several caches and their places."""
 
 
 def keeps_state(cache: Any) -> bool:
-    """Return whether a cache of mlx-lm's protocol has a state instead of tokens."""
+    """Return whether a cache (mlx-lm's protocol) has a recurrent state instead of KV."""
     return isinstance(getattr(cache, "cache", None), list)
 
 
 def taken_apart(caches: Sequence[Any]) -> tuple[list[Any], list[Any], tuple[Place, ...]]:
-    """Split caches into those with KV and those with states; also return how to recombine them."""
+    """Split caches into those with KV and those with states; `put_together` needs the places."""
     kept: list[Any] = []
     states: list[Any] = []
     return kept, states, tuple(_place(cache, kept, states) for cache in caches)

@@ -1,9 +1,9 @@
-"""Tail pool: the last few tokens of every running sequence, one buffer per layer and side.
+"""Tail pool: KV of the last few tokens of every running sequence, one buffer per layer and side.
 
 All memory is allocated at once, before the first step that writes, and each running sequence owns a
-slot. A step can write one token of many sequences in one operation. Head sizes may differ by layer.
-A full tail is copied to a segment and starts over. `KVCacheManager` is the same pool with long
-slots, as a library class.
+slot. A step writes the new tokens of many sequences in one operation. Head sizes may differ by
+layer. A full tail is copied to a segment and starts over. `KVCacheManager` is the same pool with
+long slots, as a library class.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from penstock.kv.code_pieces import PIECE_TOKENS
 from penstock.kv.segment import Segment
 
 PIECE_BUFFERS = 10
-"""Number of float32 arrays alive at once while a piece of one side is encoded; measured: 8."""
+"""Number of float32 arrays alive at once while a piece of one side is encoded; 8 were measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """KV shape of one token in one layer."""
+    """Shape and dtype of one token's keys and values in one layer."""
 
     kv_heads: int
     key_dim: int
@@ -46,7 +46,7 @@ def token_bytes(shapes: Sequence[LayerShape]) -> int:
 
 
 def piece_bytes(shapes: Sequence[LayerShape], lanes: int) -> int:
-    """Return the maximum bytes while each lane encodes or dequantizes a piece of a side."""
+    """Return the maximum working memory while each lane encodes or dequantizes a piece."""
     numbers = max(shape.kv_heads * max(shape.key_dim, shape.value_dim) for shape in shapes)
     return lanes * PIECE_TOKENS * numbers * mx.float32.size * PIECE_BUFFERS
 
@@ -54,9 +54,8 @@ def piece_bytes(shapes: Sequence[LayerShape], lanes: int) -> int:
 class Tails:
     """KV of up to `slots` sequences with `columns` tokens each, in all layers.
 
-    Not thread-safe: owned by the thread that runs the model. The columns that a step writes become
-    visible when its graph is evaluated. The caller tracks which columns are valid, so an abandoned
-    step has no effect.
+    Not thread-safe: used only by the thread that runs the model. Writes are lazy, evaluated with
+    the step's graph. The caller tracks which columns are valid, so an abandoned step has no effect.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Tails:
         self.slots = slots
         self.columns = columns
         self.spare = spare
-        """Number of additional columns, written by steps of several tokens and never read."""
+        """Number of extra columns, which steps of several tokens may write to; never read."""
         self.shapes = tuple(shapes)
         self._free = list(reversed(range(slots)))
         self.drop()
@@ -79,7 +78,7 @@ class Tails:
             self.renew()
 
     def renew(self) -> None:
-        """Allocate all memory again, zeroed, after a step whose writes could not be evaluated."""
+        """Reallocate all buffers, zeroed; needed after a step whose evaluation failed."""
         columns = self.columns + self.spare
 
         def zeros(shape: LayerShape, dim: int) -> mx.array:
@@ -103,15 +102,15 @@ class Tails:
         return len(self._free)
 
     def take_slot(self) -> int:
-        """Take a free slot, or raise PoolFull; allocates nothing."""
+        """Return a free slot, now taken; raise PoolFull if there is none."""
         if not self._free:
             raise PoolFull(self.slots)
         return self._free.pop()
 
     def wipe(self, slot: int) -> None:
-        """Zero a slot. Masked columns have weight 0, but 0 x infinity is NaN."""
+        """Zero a slot after non-finite values, which masks do not hide: 0 x infinity is NaN."""
         for buffers in (self._keys, self._values):
-            for layer in range(len(buffers)):  # no other name holds a buffer while it is written
+            for layer in range(len(buffers)):  # a second reference would prevent writing in place
                 shape, dtype = buffers[layer].shape, buffers[layer].dtype
                 zeros = mx.zeros((1, *shape[1:]), dtype)
                 buffers[layer] = _written(buffers[layer], slot, 0, zeros)
@@ -123,7 +122,7 @@ class Tails:
         self._free.append(slot)
 
     def check(self, taken: Iterable[int]) -> None:
-        """Recount the `taken` slots and the buffers, and raise AssertionError if any differs."""
+        """Raise AssertionError unless exactly the `taken` slots are taken and the buffers fit."""
         slots = sorted(taken)
         if sorted([*slots, *self._free]) != list(range(self.slots)):
             raise AssertionError(f"slots taken {slots}, free {sorted(self._free)} of {self.slots}")
@@ -148,7 +147,7 @@ class Tails:
     def write_block(
         self, layer: int, slot: int, column: int, keys: mx.array, values: mx.array
     ) -> None:
-        """Write rows (b, kv_heads, n, dim) at one column, from `slot` on; faster than `write`."""
+        """Write rows (b, kv_heads, n, dim) to adjacent slots at the same column; fast `write`."""
         self._keys[layer] = _written(self._keys[layer], slot, column, keys)
         self._values[layer] = _written(self._values[layer], slot, column, values)
 
@@ -162,7 +161,7 @@ class Tails:
     def read_block(
         self, layer: int, slot: int, count: int, columns: int
     ) -> tuple[mx.array, mx.array]:
-        """Return the first columns of adjacent slots as views, (b, kv_heads, columns, dim)."""
+        """Return views of the first columns of adjacent slots, (count, kv_heads, columns, dim)."""
         rows = slice(slot, slot + count)
         return self._keys[layer][rows, :, :columns], self._values[layer][rows, :, :columns]
 
@@ -170,7 +169,7 @@ class Tails:
         return [*self._keys, *self._values]
 
     def cut(self, slot: int, stop: int, behind: Segment | None = None) -> Segment:
-        """Copy the first `stop` columns of a slot, appended to a segment if given; evaluated."""
+        """Copy the first `stop` columns of a slot to a segment, appended to `behind` if given."""
         tail = tuple(self.read_block(i, slot, 1, stop) for i in range(len(self.shapes)))
         if behind is None:
             return Segment.cut(tail, 0, stop)

@@ -187,7 +187,7 @@ def default_limit_bytes(recommended_bytes: int) -> int:
 
 
 def default_threshold(total_bytes: int) -> float:
-    """Return the share of used memory above which prefixes are evicted: limit plus 10 %."""
+    """Return the share of memory in use above which prefixes are evicted: the limit plus 10 %."""
     return default_limit_bytes(total_bytes) / total_bytes + 0.1
 
 

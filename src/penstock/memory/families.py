@@ -1,6 +1,6 @@
 """Layers of each model type and their KV, as in mlx-lm's models.
 
-A new family is a function that returns the layers of a config, and an entry in `FAMILIES`.
+To add a family, write a function that returns the layers of a config, and list it in `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Config:
         return value
 
     def strings(self, key: str) -> list[str] | None:
-        """Return an optional list of strings; a single string is split into characters."""
+        """Return a list of strings, None if missing; a single string is split into characters."""
         value = self.values.get(key)
         if value is None:
             return None
@@ -116,7 +116,7 @@ def _layer_types(c: Config) -> list[LayerSpec]:
 
 
 def _pattern(c: Config) -> list[LayerSpec]:
-    """Return sliding layers with each n-th full, or a repeated pattern such as "LLLG"."""
+    """Return sliding-window layers, every n-th one full, or a repeated pattern such as "LLLG"."""
     pattern = c.values.get("sliding_window_pattern")
     if pattern is None:
         return _plain(c)
@@ -192,8 +192,8 @@ def _mamba2_state(
 def _mamba(c: Config) -> list[LayerSpec]:
     """Mamba 1 states, all in float32.
 
-    Files store A_log in float32, and mlx-lm's activations adopt it from the first layer. In a model
-    without float32 weights, this is twice the bytes in use.
+    Model files store A_log in float32, so mlx-lm's activations are float32 after the first layer.
+    For a model without float32 weights, this is twice the actual size.
     """
     inner = c.positive("intermediate_size", "d_inner")
     kernel, states = c.positive("conv_kernel", "d_conv"), c.positive("state_size", "d_state")

@@ -1,4 +1,4 @@
-"""Reading a model's spec from its config.json and the headers of its weight files."""
+"""Read a model's specification from its config.json and the headers of its weight files."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock.errors import ModelError
 from penstock.memory.families import FAMILIES, Config, Family, unknown
+from penstock.memory.heads import HEADED_TYPES, PREFIX, SPLIT_TYPES, is_of_head, no_head
 from penstock.memory.model_config import check_config, read_config
 from penstock.memory.sizes import packed_matrix_bytes
 from penstock.memory.spec import DTYPE_BYTES, LayerSpec, ModelSpec
@@ -26,6 +27,7 @@ def read_model_spec(
     *,
     files: Mapping[str, int] | None = None,
     float32: bool = False,
+    mtp: Path | None = None,
 ) -> ModelSpec:
     """Return the memory-related specification of a model.
 
@@ -34,6 +36,7 @@ def read_model_spec(
             config provide bytes and dtype.
         files: bytes of the loaded weights by dtype, if already known.
         float32: whether the weights become float32 when loaded.
+        mtp: folder with a multi-token head that is loaded, too; it may be the model's.
     """
     outer, name, folder = _load_config(source)
     inner = outer.get("text_config")
@@ -46,7 +49,7 @@ def read_model_spec(
     notes: list[str] = []
 
     if files is None:
-        files = _loaded_bytes(folder, outer, float32=float32) if folder else {}
+        files = _loaded_bytes(folder, outer, float32=float32, mtp=mtp) if folder else {}
     if float32:
         outer = {**outer, "quantization": None}
         values = {**values, "dtype": "float32", "quantization": None}
@@ -54,6 +57,12 @@ def read_model_spec(
     c = Config({**family.assumed, **values, "dtype": dtype}, name)
     _check_sizes(c)
     layers = _layers_of(c, family, model_type, notes)
+    if mtp is not None:
+        if model_type not in HEADED_TYPES or not has_head(mtp):
+            raise no_head(mtp)
+        layers.append(c.full(state_bytes=c.hidden * c.scalar_bytes))
+    elif model_type in HEADED_TYPES and folder is not None and has_head(folder):
+        notes.append("the weights of its multi-token head are left out without --draft-model mtp")
 
     weight_bytes, weight_source = _weights(c, family, files)
     if files and folder is None:
@@ -134,13 +143,13 @@ def _check_sizes(c: Config) -> None:
 
 
 PACKED_MODES = ("affine", "mxfp4")
-"""MLX's quantizations whose codes a CPU multiplies directly."""
+"""MLX quantization modes whose codes the CPU plug-in multiplies without dequantizing them."""
 MOST_HEADER_BYTES = 100_000_000
 """Maximum header size of a safetensors file in bytes, as in the safetensors library."""
 METADATA = "__metadata__"
 OUTSIDE = "outside of the layers"
 FLOAT8_GROUP = 32
-"""Number of weights of a scale of one byte in MLX's mxfp8."""
+"""Number of weights per one-byte scale in MLX's mxfp8."""
 _FLOAT8_PARTS = ("weight", "weight_scale_inv")
 _CODED_PARTS = ("weight", "scales", "biases")
 _HALVES = ("F16", "BF16")
@@ -148,23 +157,25 @@ _IN_LAYERS = re.compile(r"(^|\.)(layers|blocks|h)\.\d+\.")
 
 
 def _outside_layers(c: Config, files: Mapping[str, int], weight_bytes: int | None) -> int:
-    """Return the weight bytes outside the layers; without files, those of the embeddings."""
+    """Return the weight bytes outside the layers; without files, estimated from the embeddings."""
     if files or weight_bytes is None:
         return files.get(OUTSIDE, 0)
     parameters = _matrix_parameters(c)
     return weight_bytes * _embeddings(c) // parameters if parameters else 0
 
 
-def _loaded_bytes(folder: Path, config: Mapping[str, object], *, float32: bool) -> dict[str, int]:
-    """Sum the bytes of a folder's loaded tensors by dtype, and outside the layers; from headers."""
-    headers, float8 = dict(_tensors(folder)), _has_float8_blocks(config)
+def _loaded_bytes(
+    folder: Path, config: Mapping[str, object], *, float32: bool, mtp: Path | None
+) -> dict[str, int]:
+    """Sum the bytes of a folder's tensors once loaded, by dtype, and outside the layers."""
+    headers, float8 = _loaded_tensors(folder, mtp=mtp), _has_float8_blocks(config)
     nbytes: Counter[str] = Counter()
     for name, entry in headers.items():
         stem, _, last = name.rpartition(".")
         numbers, (start, end) = prod(entry["shape"]), entry["data_offsets"]
         kind, size = entry["dtype"], end - start
         if float8 and f"{stem}.weight_scale_inv" in headers and last in _FLOAT8_PARTS:
-            # Codes of a byte, and a scale for each 32 of them in place of those for blocks.
+            # One byte per code, and one scale per 32 codes instead of the scales per block.
             size = 0 if last != "weight" else numbers + numbers // FLOAT8_GROUP
         elif f"{stem}.scales" in headers and last in _CODED_PARTS:
             coded = last == "weight"
@@ -182,14 +193,14 @@ def _loaded_bytes(folder: Path, config: Mapping[str, object], *, float32: bool) 
 
 
 def _has_float8_blocks(config: Mapping[str, object]) -> bool:
-    """Return whether weights are 8-bit floats with a scale a block, which mlx-vlm makes mxfp8."""
+    """Return whether weights are float8 with a scale per block, which mlx-vlm converts to mxfp8."""
     stated = config.get("quantization_config")
     form = stated if isinstance(stated, Mapping) else {}
     return (form.get("quant_method"), form.get("weight_block_size")) == ("fp8", [128, 128])
 
 
 def _coding(config: Mapping[str, object], stem: str) -> tuple[int, str]:
-    """Return the bits and the mode of a quantized matrix, which may have its own."""
+    """Return the bits and mode of a quantized matrix, which may differ from the model's."""
     common = config.get("quantization")
     common = common if isinstance(common, Mapping) else {}
     own = common.get(stem)
@@ -197,13 +208,13 @@ def _coding(config: Mapping[str, object], stem: str) -> tuple[int, str]:
     return int(settings.get("bits", 4)), str(settings.get("mode", "affine"))
 
 
-def packed_weight_bytes(folder: str | Path) -> int | None:
-    """Return the bytes of a folder's weights in their own bits, the rest in float32."""
+def packed_weight_bytes(folder: str | Path, *, mtp: Path | None = None) -> int | None:
+    """Return the bytes of a folder's weights, quantized ones packed and others in float32."""
     values = _load_config(folder)[0]
     common = values.get("quantization")
     if not isinstance(common, dict):
         return None
-    headers = dict(_tensors(Path(folder).expanduser()))
+    headers = _loaded_tensors(Path(folder).expanduser(), mtp=mtp)
     total, has_packed = 0, False
     for name, entry in headers.items():
         numbers = prod(entry["shape"])
@@ -229,15 +240,33 @@ def packed_weight_bytes(folder: str | Path) -> int | None:
 
 
 def has_tensor(folder: Path, parts: Sequence[str]) -> bool:
-    """Return whether a folder has a tensor with one of the parts in its name."""
+    """Return whether the name of any tensor in a folder contains one of `parts`."""
     return any(part in name for name, _ in _tensors(folder) for part in parts)
+
+
+def has_head(folder: Path) -> bool:
+    """Return whether a folder has the weights of a multi-token head."""
+    return bool(_head_tensors(folder))
+
+
+def _head_tensors(folder: Path) -> dict[str, Any]:
+    tensors = dict(_tensors(folder))
+    config = folder / "config.json"
+    if config.is_file() and read_config(config).get("model_type") in SPLIT_TYPES:
+        return {PREFIX + name: entry for name, entry in tensors.items()}
+    return {name: entry for name, entry in tensors.items() if is_of_head(name)}
+
+
+def _loaded_tensors(folder: Path, *, mtp: Path | None) -> dict[str, Any]:
+    tensors = {name: entry for name, entry in _tensors(folder) if not is_of_head(name)}
+    return tensors if mtp is None else {**tensors, **_head_tensors(mtp)}
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
     """Yield names and entries of the tensors in a folder's safetensors files.
 
-    A file has the length of its header in 8 bytes, the header as JSON, then the weights, which are
-    not read.
+    Only headers are read. A file consists of the header's length (8 bytes), the header as JSON, and
+    the weights.
     """
     for file in sorted(folder.glob("model*.safetensors")):
         try:
@@ -269,7 +298,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _held_dtype(files: Mapping[str, int]) -> str | None:
-    """Return the most frequent floating dtype, in which the model computes."""
+    """Return the floating-point dtype of most bytes, in which the model computes."""
     floats = {kind: nbytes for kind, nbytes in files.items() if kind in _HEADER_DTYPES}
     return _HEADER_DTYPES[max(floats, key=floats.__getitem__)] if floats else None
 
@@ -295,7 +324,7 @@ def _weights(c: Config, family: Family, files: Mapping[str, int]) -> tuple[int |
 
 
 def _matrix_parameters(c: Config) -> int | None:
-    """Count the matrix parameters of a gated-MLP transformer, without norms and biases.
+    """Count the matrix parameters of a gated-MLP transformer, excluding norms and biases.
 
     embeddings  vocabulary x hidden, twice if not tied
     attention   hidden x head_dim x (2 x heads + 2 x KV heads), per layer

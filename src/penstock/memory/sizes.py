@@ -8,8 +8,7 @@ from decimal import Decimal
 from penstock.errors import SettingError
 
 KV_SHARE = 0.25
-"""Share of a memory limit for keys, values and buffers: `auto` widens no weights that leave less.
-"""
+"""Minimum share of the memory limit for KV and buffers if `auto` converts weights to float32."""
 LEAST_BESIDE_BYTES = 32_000_000
 """Minimum bytes beyond the weights in a proposed memory limit."""
 
@@ -51,10 +50,10 @@ def round_up(size_bytes: int) -> str:
 def packed_matrix_bytes(
     rows: int, columns: int, bits: int, group: int, scale_bytes: int = 4, *, sides: int = 2
 ) -> int:
-    """Return the bytes of a matrix in codes of 4, 5, 6 or 8 bits, as a CPU multiplies it.
+    """Return the bytes of a matrix of 4, 5, 6 or 8-bit codes, as packed for a CPU.
 
     Rows are padded to a multiple of 16. Each group of columns has a scale and an offset of
-    `scale_bytes` each, or a scale alone with `sides` 1.
+    `scale_bytes` each, or only a scale if `sides` is 1.
 
     >>> packed_matrix_bytes(32, 32, 5, 32), packed_matrix_bytes(1, 32, 4, 32, 2)
     (896, 320)
@@ -66,7 +65,7 @@ def packed_matrix_bytes(
 
 
 def enough_for(weight_bytes: int) -> str:
-    """Return a memory limit about enough for some weights, as a flag value.
+    """Return a memory limit sufficient for `weight_bytes`, as a flag value.
 
     >>> enough_for(98_000_000), enough_for(16_000_000_000)
     ('131MB', '21.4GB')

@@ -34,9 +34,9 @@ class LayerSpec:
 class ModelSpec:
     """Memory-related properties of a model.
 
-    `layers` have one cache each, in order. `notes` describe assumptions made. `max_tokens` is
-    the context length. `whole_weight_bytes` are the bytes of weights outside the layers.
-    `raw_dtype` is that of keys and values that are kept without a codec, if it is not `dtype`.
+    `layers` have one cache each, in order. `notes` describe assumptions made. `max_tokens` is the
+    context length. `whole_weight_bytes` counts the weights outside the layers. `raw_dtype` is the
+    dtype of unquantized keys and values, if it differs from `dtype`.
     """
 
     name: str
@@ -51,7 +51,7 @@ class ModelSpec:
     raw_dtype: str | None = None
 
     def keeping(self, kv_bits: int | None) -> ModelSpec:
-        """Return this model with the dtype of its keys and values, for codes of `kv_bits`."""
+        """Return this model with the dtype in which its KV is stored, given `kv_bits`."""
         if self.raw_dtype is None or kv_bits is not None:
             return self
         return replace(self, dtype=self.raw_dtype)
@@ -66,11 +66,11 @@ class ModelSpec:
 
 
 def divided(spec: ModelSpec, hosts: int, *, pipeline: bool = False) -> ModelSpec:
-    """Return the part of a model on one of `hosts` machines.
+    """Return the specification of the part of a model on one of `hosts` machines.
 
     Tensor parallelism: an equal share of each layer's heads, states and weights, and everything
-    outside the layers; a latent's single head is on every machine. `pipeline`: whole layers, the
-    same kinds on each machine.
+    outside the layers; the single head of latent attention is replicated. With `pipeline`: whole
+    layers, of the same kinds on each machine.
     """
     if hosts == 1:
         return spec

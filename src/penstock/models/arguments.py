@@ -1,4 +1,4 @@
-"""Values read from a loaded model's arguments, under the names used in mlx-lm."""
+"""Hyperparameters of a loaded model, read from its arguments by the names that mlx-lm uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def query_heads(model: nn.Module) -> int:
 
 
 def positions(model: nn.Module) -> int | None:
-    """Return the context length of a model in tokens; None if its arguments lack it."""
+    """Return the context length of a model in tokens; None if unknown."""
     return min(
         _figures(model, [], ("max_position_embeddings", "n_positions", "n_ctx")), default=None
     )

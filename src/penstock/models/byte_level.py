@@ -1,4 +1,4 @@
-"""Text of byte-level tokens, including byte 0, which mlx-lm's detokenizer leaves as U+0100.
+"""Detokenization of byte-level tokens, with a fix for byte 0, which mlx-lm leaves as U+0100.
 
 A byte-level vocabulary maps each byte to one character: printable bytes to themselves, the others,
 starting with byte 0, to characters from U+0100 on.
@@ -11,12 +11,12 @@ from functools import cache
 from typing import Any
 
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""Pattern of a byte's token in vocabularies that are not byte-level."""
+"""Pattern of the token of a single byte in vocabularies that are not byte-level."""
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 
 
 def detokenizer_of(tokenizer: Any) -> Any:
-    """Return mlx-lm's streaming detokenizer of a tokenizer, with support for byte 0."""
+    """Return a tokenizer's streaming detokenizer (mlx-lm's), fixed for byte 0."""
     detokenizer = tokenizer.detokenizer
     if type(detokenizer).__name__ == "BPEStreamingDetokenizer":
         detokenizer._decode_bytes = _text  # of this instance only
@@ -24,7 +24,7 @@ def detokenizer_of(tokenizer: Any) -> Any:
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes | None:
-    """Return the bytes of a token that is part of a character; None if unknown."""
+    """Return the bytes of a token, which may be part of a character; None if unknown."""
     piece = tokenizer.convert_ids_to_tokens(token)
     if not isinstance(piece, str):
         return None

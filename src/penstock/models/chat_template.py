@@ -1,4 +1,4 @@
-"""Replacement of a model's chat template by a file or a named template."""
+"""Replacement of a model's chat template (`--chat-template`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEMPLATES = {"chatml": CHATML}
 
 
 def template_text(setting: str, named: Mapping[str, str] | None = None) -> str:
-    """Return the template that a setting names: one of `named`, a file, or the text itself.
+    """Return the template for a setting: a known name, a file, or the template text itself.
 
     >>> template_text("{{ messages[0].content }}")
     '{{ messages[0].content }}'
@@ -39,16 +39,16 @@ def template_text(setting: str, named: Mapping[str, str] | None = None) -> str:
         )
     if file.stat().st_size > MOST_BYTES:
         raise SettingError(
-            f"--chat-template {setting}: a template has {MOST_BYTES:,} bytes at most"
+            f"--chat-template {setting}: the file exceeds the limit of {MOST_BYTES:,} bytes"
         )
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(f"--chat-template {setting}: {error}; name a file of text") from None
+        raise SettingError(f"--chat-template {setting}: {error}; name a text file") from None
 
 
 def use_template(loaded: Loaded, setting: str) -> None:
-    """Replace a model's chat template, and test it; SettingError or ModelError if it fails.
+    """Replace a model's chat template, and test it; SettingError or ModelError if that fails.
 
     With ChatML, the end-of-turn token also ends answers, if the vocabulary has it.
     """

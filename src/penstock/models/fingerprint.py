@@ -1,7 +1,6 @@
-"""Fingerprint of a model: the identity of everything except tokens that its KV depends on.
+"""Fingerprint of a model: a hash of everything except tokens that its KV depends on.
 
-Equal weights under another name have the same fingerprint. Other weights under the same name do
-not.
+It depends on the weights themselves, not on the model's name or path.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from mlx.utils import tree_flatten
 def fingerprint(model: Any, **settings: object) -> str:
     """Hash a model's weights, layers and arguments, and the version of mlx-lm.
 
-    This includes quantization, RoPE and adapters. Reads all weights once: about a second per
+    This covers quantization, RoPE and adapters. Reads all weights, which takes about a second per
     5 GB. `settings` are further settings that KV depends on.
     """
     hashed = xxhash.xxh3_128()
@@ -41,7 +40,7 @@ def fingerprint(model: Any, **settings: object) -> str:
 
 
 def with_settings(name: str, **settings: object) -> str:
-    """Return a fingerprint extended by more settings."""
+    """Hash a fingerprint together with further settings that KV depends on."""
     hashed = xxhash.xxh3_128()
     _add(hashed, json.dumps([name, settings], sort_keys=True, default=repr).encode())
     return str(hashed.hexdigest())

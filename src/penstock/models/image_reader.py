@@ -1,4 +1,4 @@
-"""`ImageReader`: the placeholders of images in a prompt, for one model's image processor."""
+"""`ImageReader`: interface of a model's image processor, which makes placeholders in prompts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """A file of bounded size whose header was read and not yet its pixels."""
+    """An image file of bounded size whose header was read, but not its pixels."""
 
     data: bytes
     format: str
@@ -19,30 +19,30 @@ class ImageFile:
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
-    """Placeholder of an image in a prompt, and the source of its embeddings."""
+    """Placeholder of an image in a prompt, with the source of its embeddings."""
 
     text: str
     """Text of the placeholder."""
     tokens: tuple[int, ...]
-    """Consecutive tokens of this text whose embeddings are the image's."""
+    """Consecutive tokens of `text` whose embeddings are replaced by those of the image."""
     key: bytes
-    """Hash of the image and of its grid."""
+    """Hash of the image and of the grid it is resized to."""
     source: Any
-    """Source of its embeddings; opaque to all but the model's reader."""
+    """Data from which the model's `SpanReader` computes the embeddings; opaque to others."""
 
 
 class ImageReader(Protocol):
-    """Thread-safe."""
+    """Interface of a model's image processor. Thread-safe."""
 
     marker: str
-    """Text that a chat template writes for an image."""
+    """Text with which a chat template marks an image."""
 
     def place(self, image: ImageFile) -> PlacedImage:
-        """Return an image's place in a prompt; ImageError if it cannot be decoded."""
+        """Return the placeholder of an image; raise ImageError if it cannot be decoded."""
 
 
 class ImageError(ValueError):
-    """Raised if an image cannot be decoded; the message says why."""
+    """An image cannot be decoded; the message has the reason."""
 
 
 def image_reader(model: Any) -> ImageReader | None:

@@ -1,7 +1,7 @@
-"""Spans of a prompt whose embeddings the model computes from something else than token ids.
+"""Spans of a prompt whose embeddings are not computed from token ids, such as images.
 
-A model with such spans has a `SpanReader`. The engine knows a span by its place and its key: the
-key becomes part of the block hashes, and the embeddings are asked for when the span is computed.
+A model with such spans has a `SpanReader`. The engine knows only a span's position and key. The key
+becomes part of the block hashes; the embeddings are computed when the span is prefilled.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ import numpy.typing as npt
 
 KEY_BYTES = 32
 LEAD_TOKENS = 4
-"""Number of tokens in front of a span that carry its key, too: no block hash covers fewer than five
-words of the key, which have 150 bits, wherever a block ends."""
+"""Number of tokens before a span that its key also replaces, so that a block that contains any
+token of the span has at least five words (150 bits) of the key."""
 FIRST_WORD = 1 << 30
-"""Smallest word of a key: larger than any token, and its double fits into 32 bits."""
+"""Smallest word of a key: larger than any token id; all words are below 2^31."""
 _MIX = 2_654_435_761
-"""Odd number by which tokens are multiplied, so that words keep the differences between them."""
+"""Odd multiplier of token ids, so that different tokens give different words."""
 
 
 @dataclass(frozen=True, slots=True)
 class InputSpan:
-    """Consecutive tokens of a prompt that stand for one source, such as an image."""
+    """Consecutive tokens of a prompt that are placeholders for one source, such as an image."""
 
     start: int
     tokens: int
     key: bytes
-    """Hash of everything that the embeddings depend on, besides the model."""
+    """Hash of everything but the model that the embeddings depend on."""
     source: Any
-    """Source of the embeddings; opaque to all but the model's reader."""
+    """Data from which the model's `SpanReader` computes the embeddings; opaque to others."""
 
     @property
     def end(self) -> int:
@@ -46,14 +46,14 @@ class InputSpan:
 
 @dataclass(frozen=True, slots=True)
 class SpanEmbeddings:
-    """Evaluated embeddings of a span's tokens, and what further layers add to them."""
+    """Evaluated embeddings of a span's tokens, and additional inputs of the first layers."""
 
     rows: mx.array
-    """(tokens, width)."""
+    """Embeddings, (tokens, dim)."""
     deep: tuple[mx.array, ...] = ()
-    """Summands of the first layers, (marked tokens, width) each."""
+    """Arrays added to the hidden states of the first layers, (marked tokens, dim) each."""
     marked: npt.NDArray[np.bool_] | None = None
-    """Tokens that have summands, (tokens,); None if none has."""
+    """Mask of the tokens that `deep` applies to, (tokens,); None without `deep`."""
 
     @property
     def nbytes(self) -> int:
@@ -62,19 +62,19 @@ class SpanEmbeddings:
 
 @dataclass(frozen=True, slots=True)
 class SpanPositions:
-    """Positions of a prompt's tokens as the model rotates them."""
+    """RoPE positions of a prompt's tokens."""
 
     prompt: npt.NDArray[np.int32] | None
-    """(axes, tokens); None if they are the numbers of the tokens before."""
+    """Positions, (axes, tokens); None if they are 0 .. tokens - 1."""
     shift: int = 0
-    """Position of the first token behind the prompt, less the number of tokens before it."""
+    """Position of the first token after the prompt, minus the length of the prompt."""
 
 
 class SpanReader(Protocol):
-    """A model's side of spans. `embed` and `positions` may run in a thread of their own."""
+    """Model-specific handling of spans; `embed` and `positions` may run in another thread."""
 
     def embed_bytes(self, span: InputSpan) -> tuple[int, int]:
-        """Return upper bounds in bytes of a span's embeddings, and of what computing them takes."""
+        """Return upper bounds in bytes of a span's embeddings, and of computing them."""
 
     def embed(self, span: InputSpan) -> SpanEmbeddings: ...
     def positions(self, prompt: Sequence[int], spans: Sequence[InputSpan]) -> SpanPositions: ...
@@ -86,23 +86,23 @@ class SpanReader(Protocol):
         positions: SpanPositions,
         embedded: Sequence[tuple[InputSpan, SpanEmbeddings]],
     ) -> Mapping[str, Any]:
-        """Return further arguments of the model for a chunk that begins at `start`."""
+        """Return additional keyword arguments of the model for a chunk that begins at `start`."""
 
     def step_arguments(self, positions: Sequence[int], width: int) -> Mapping[str, Any]:
-        """Return further arguments for a decode step of rows that begin at these positions."""
+        """Return additional keyword arguments for a decode step, given each row's position."""
 
 
 def span_reader(model: Any) -> SpanReader | None:
-    """Return the reader of a model's spans; None if all of its inputs are tokens."""
+    """Return a model's `SpanReader`; None if all of its inputs are tokens."""
     reader: SpanReader | None = getattr(model, "span_reader", None)
     return reader
 
 
 def with_keys(prompt: tuple[int, ...], spans: Sequence[InputSpan]) -> tuple[int, ...]:
-    """Return a prompt with words of the spans' keys in the places of their tokens.
+    """Return a prompt with the tokens of spans replaced by words of their keys.
 
-    KV is found by these words as by tokens, in memory, on disk and in sessions. The words depend on
-    the key, the place within the span and the token.
+    These words are matched and hashed like tokens, in memory, on disk and in sessions. A word
+    depends on the key, the position within the span, and the token.
 
     >>> span = InputSpan(2, 3, b"key", None)
     >>> with_keys((7, 7, 9, 9, 9, 7), ()), with_keys((7, 7, 9, 9, 9, 7), [span])[5:]

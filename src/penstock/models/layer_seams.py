@@ -1,10 +1,10 @@
-"""Hooks in a model's layers: attention through penstock's caches, products by its back end."""
+"""Hooks in a model's layers: attention, and matrix products with weights."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -22,16 +22,16 @@ _ATTENTION = "scaled_dot_product_attention"
 HEAD = "lm_head"
 """Name of an output layer in mlx-lm's models."""
 IS_HEAD = "penstock_head"
-"""Attribute of an output layer."""
+"""Attribute that marks an output layer."""
 
 
 def attach(model: nn.Module) -> tuple[str, ...]:
-    """Redirect a model's attention to penstock's caches; return the changed modules.
+    """Let penstock's caches compute a model's attention; return the names of the changed modules.
 
-    In the modules of the model's own classes, the name `scaled_dot_product_attention` is bound to a
-    dispatcher. A layer attends by its cache if that is one of penstock's `Reads`, a
-    `TurboQuantKVCache` or a `SelectiveKVCache`. All other calls go to mlx-lm's function as before.
-    Linear layers and embeddings become this module's classes. Nothing else is patched. Idempotent.
+    In the Python modules of the model's classes, `scaled_dot_product_attention` is replaced by a
+    dispatcher. It calls the cache's own attention for the engine's caches, a `TurboQuantKVCache` or
+    a `SelectiveKVCache`, and mlx-lm's function for all others. The classes of linear layers and
+    embeddings are replaced by this module's. Nothing else is patched. Idempotent.
     """
     loaded_model("attach", model)
     named: list[tuple[str, nn.Module]] = model.named_modules()  # type: ignore[no-untyped-call]
@@ -81,11 +81,15 @@ def _dispatching(theirs: Any) -> Any:
 
 
 class _Active(threading.local):
-    """Back end of this thread's products during a decode step; None otherwise."""
+    """State of this thread's forward pass, set by the context managers below."""
 
     device: AttentionBackend | None = None
-    logit_rows: int | None = None
-    """First rows of a batch whose logits are read; None for all of them."""
+    logit_rows: Sequence[int] | None = None
+    """Rows of the batch whose logits are needed; None for all."""
+    skipped_tokens: int = 0
+    """Number of leading tokens of each row whose logits are not needed."""
+    adapters: mx.array | int = 0
+    """Adapter number of each row, or one number for all rows."""
 
 
 _active = _Active()
@@ -115,7 +119,7 @@ _SEAMS: dict[type, type[nn.Module]] = {nn.Linear: Linear, nn.Embedding: Embeddin
 
 @contextmanager
 def decoding(device: AttentionBackend) -> Iterator[None]:
-    """Let a back end compute products with weights on this thread."""
+    """Let `device` compute products with weights, on this thread, within the context."""
     _active.device = device
     try:
         yield
@@ -124,15 +128,31 @@ def decoding(device: AttentionBackend) -> Iterator[None]:
 
 
 @contextmanager
+def adapted(numbers: Sequence[int]) -> Iterator[None]:
+    """Apply adapter `numbers[i]` to row i of a batch, on this thread, in a `with` block."""
+    alike = len(set(numbers)) == 1
+    _active.adapters = numbers[0] if alike else mx.array(list(numbers), dtype=mx.uint32)
+    try:
+        yield
+    finally:
+        _active.adapters = 0
+
+
+def row_adapters() -> mx.array | int:
+    """Return the adapter number of each row of this thread's batch, or one number for all."""
+    return _active.adapters
+
+
+@contextmanager
 def without_logits() -> Iterator[None]:
-    """Let a model skip its logits on this thread, as nothing reads them."""
-    with logits_of(0):
+    """Let models skip their logits, on this thread, within the context."""
+    with logits_of(()):
         yield
 
 
 @contextmanager
-def logits_of(rows: int) -> Iterator[None]:
-    """Let output layers compute the first rows of a batch alone on this thread."""
+def logits_of(rows: Sequence[int]) -> Iterator[None]:
+    """Let output layers compute only the given rows of a batch, on this thread."""
     _active.logit_rows = rows
     try:
         yield
@@ -140,12 +160,23 @@ def logits_of(rows: int) -> Iterator[None]:
         _active.logit_rows = None
 
 
+@contextmanager
+def logits_behind(tokens: int) -> Iterator[None]:
+    """Let output layers skip the first `tokens` tokens of each row, on this thread."""
+    _active.skipped_tokens = tokens
+    try:
+        yield
+    finally:
+        _active.skipped_tokens = 0
+
+
 def skips_logits() -> bool:
-    return _active.logit_rows == 0
+    return _active.logit_rows is not None and not _active.logit_rows
 
 
 def read_rows(x: mx.array, layer: nn.Module | None = None) -> mx.array:
-    """Return the rows of an output layer's input whose logits are read; all for another layer."""
-    if not _active.logit_rows or (layer is not None and not getattr(layer, IS_HEAD, False)):
+    """Return the part of an output layer's input whose logits are needed; all for other layers."""
+    rows, skipped = _active.logit_rows, _active.skipped_tokens
+    if not (rows or skipped) or (layer is not None and not getattr(layer, IS_HEAD, False)):
         return x
-    return x[: _active.logit_rows]
+    return x[:, skipped:] if rows is None else x[mx.array(list(rows))]

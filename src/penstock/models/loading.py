@@ -1,20 +1,32 @@
-"""Loading of models by folder, file or name."""
+"""Loading of models, given a folder, a file or a name."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import mlx.nn as nn
 
 from penstock.attention import devices
-from penstock.config import ModelSource, WeightsDtype
+from penstock.config import MTP, ModelSource, WeightsDtype
 from penstock.errors import ModelError
+from penstock.memory.heads import HEADED_TYPES, no_head
+from penstock.memory.reading import has_head
 from penstock.memory.sizes import parse_bytes
 from penstock.models import named, recommended
-from penstock.models.mlx_lm import Loaded, TokenizerWrapper, folder_widening, load_folder
+from penstock.models.adapters import adapter_bytes
+from penstock.models.head_source import head_folder, is_split_head
+from penstock.models.mlx_lm import (
+    HeadedReader,
+    Loaded,
+    TokenizerWrapper,
+    folder_widening,
+    load_folder,
+)
 from penstock.models.model_files import open_model_file
-from penstock.models.source import checked_source
+from penstock.models.source import SourceChoice, checked_source, read_object
 from penstock.models.source_choice import choose_source
+from penstock.models.widening import Widening
 
 
 def load(
@@ -22,23 +34,35 @@ def load(
     *,
     weights_dtype: WeightsDtype = "auto",
     model_source: ModelSource = "auto",
+    adapters: Mapping[str, Path] | None = None,
+    mtp: bool | str | Path = False,
 ) -> tuple[nn.Module, TokenizerWrapper]:
     """Load a model and its tokenizer from a folder, a GGUF file or by its Hugging Face name.
 
     Args:
         path_or_name: a folder, a file, `owner/model`, or a short name of `penstock.models.named`.
-        weights_dtype: on a CPU, where MLX multiplies other dtypes than float32 on one core, `auto`
-            packs quantized weights and converts others to float32; `native` keeps them; `float32`
-            always converts them; `packed` and `packed-exact` multiply by codes as they are stored,
-            with activations in 16 or 24 bits.
-        model_source: library of the model's classes; `auto` takes mlx-lm, and mlx-vlm for a model
-            type that only that has.
+        weights_dtype: `native` keeps the weights as stored. `float32` converts them. `packed` and
+            `packed-exact` multiply by the quantized codes directly, with activations in 16 or 24
+            bits. `auto` is `native`, except on a CPU, where MLX is slow with other dtypes than
+            float32: there it packs quantized weights, and converts others to float32.
+        model_source: library of the model's classes; `auto` uses mlx-lm, or mlx-vlm if only that
+            supports the model type.
+        adapters: folders of LoRA and DoRA adapters by name, in mlx-lm's format; requests select
+            one with `Request.adapter`.
+        mtp: True to keep the multi-token head in the model's folder, for an engine with
+            `draft_model="mtp"`; or a folder that mlx-vlm has split such a head off to.
 
     Raises:
-        ModelError: The model is unknown, or its folder is incomplete, damaged or of a type
-            that is not supported.
+        ModelError: The model or an adapter does not exist, is incomplete or damaged, or has an
+            unsupported type.
     """
-    loaded = load_all(path_or_name, weights_dtype=weights_dtype, model_source=model_source)
+    loaded = load_all(
+        path_or_name,
+        weights_dtype=weights_dtype,
+        model_source=model_source,
+        adapters=adapters,
+        mtp=MTP if mtp is True else mtp or None,
+    )
     return loaded.model, loaded.tokenizer
 
 
@@ -48,18 +72,30 @@ def load_all(
     weights_dtype: WeightsDtype = "auto",
     model_source: ModelSource = "auto",
     limit_bytes: int | None = None,
+    adapters: Mapping[str, Path] | None = None,
+    mtp: str | Path | None = None,
 ) -> Loaded:
-    """Load like `load`; with `limit_bytes`, `auto` converts only if enough memory is left."""
+    """Load like `load`; with `limit_bytes`, `auto` converts only if that leaves enough memory."""
     if not isinstance(path_or_name, str | Path):
         kind = type(path_or_name).__name__
         raise ModelError(f"a model is a folder, a .gguf file or a name, not a {kind}")
     path_or_name = _fetched(path_or_name)
     file = open_model_file(path_or_name)
     if file is not None:
+        if adapters:
+            raise ModelError(
+                f"adapters are not supported with a {Path(path_or_name).suffix} file, which orders "
+                f"weights differently; use a model folder, or fuse them first: mlx_lm.fuse"
+            )
+        if mtp is not None:
+            raise no_head(path_or_name)
         return file.load(weights_dtype, limit_bytes)
     source = checked_source(path_or_name)
     choice, reader = choose_source(source, model_source)
-    return load_folder(source, weights_dtype, limit_bytes, reader, choice)
+    if mtp is not None:
+        source = source if Path(source).is_dir() else str(recommended.pull(source))
+        reader = _headed(source, choice, mtp)
+    return load_folder(source, weights_dtype, limit_bytes, reader, choice, adapters or {})
 
 
 def load_within(
@@ -67,6 +103,9 @@ def load_within(
     weights_dtype: WeightsDtype,
     memory_limit: str | int | None = None,
     model_source: ModelSource = "auto",
+    adapters: Mapping[str, Path] | None = None,
+    *,
+    mtp: str | Path | None = None,
 ) -> Loaded:
     """Load a model for an engine with a memory limit, which defaults to the machine's."""
     return load_all(
@@ -74,6 +113,8 @@ def load_within(
         weights_dtype=weights_dtype,
         model_source=model_source,
         limit_bytes=_limit(memory_limit),
+        adapters=adapters,
+        mtp=mtp,
     )
 
 
@@ -83,22 +124,78 @@ def check_fits(
     memory_limit: str | int | None = None,
     parts: int = 1,
     model_source: ModelSource = "auto",
+    *,
+    mtp: str | Path | None = None,
 ) -> None:
-    """Raise NeverFits if one of equal parts of the weights alone exceeds the memory limit.
+    """Raise NeverFits if the weights, divided into equal parts, exceed the memory limit.
 
-    The weights are not read. A name whose folder is not here yet is not checked.
+    The weights are not read. A model that is not downloaded yet is not checked.
     """
     path = _fetched(path_or_name)
-    file, limit = open_model_file(path), _limit(memory_limit)
+    widening = _widening(path, weights_dtype, _limit(memory_limit), model_source, mtp=mtp)
+    if widening is not None:
+        widening.part(parts).check_limit(Path(path).name)
+
+
+def expected_bytes(
+    path_or_name: str | Path,
+    weights_dtype: WeightsDtype,
+    limit_bytes: int,
+    model_source: ModelSource = "auto",
+    adapters: Mapping[str, Path] | None = None,
+    *,
+    mtp: str | Path | None = None,
+) -> int:
+    """Return the bytes of a model's weights once loaded; 0 if it is not downloaded yet.
+
+    The weights are not read.
+
+    Raises:
+        ModelError: as for `load`, if the header or config is sufficient to detect it.
+        NeverFits: the weights alone exceed the limit.
+    """
+    path = _fetched(path_or_name)
+    widening = _widening(path, weights_dtype, limit_bytes, model_source, mtp=mtp)
+    if widening is None:
+        return 0
+    widening.check_limit(Path(path).name)
+    return widening.loaded_bytes + adapter_bytes(adapters or {})
+
+
+def _widening(
+    path: str | Path,
+    weights_dtype: WeightsDtype,
+    limit_bytes: int,
+    model_source: ModelSource,
+    *,
+    mtp: str | Path | None,
+) -> Widening | None:
+    file = open_model_file(path)
     if file is not None:
-        widening = file.widening(weights_dtype, limit)
-    elif Path(path).is_dir():
-        source = checked_source(path)
-        _, reader = choose_source(source, model_source)
-        widening = folder_widening(source, weights_dtype, limit, reader)
-    else:
-        return
-    widening.part(parts).check_limit(Path(path).name)
+        return file.widening(weights_dtype, limit_bytes)
+    if not Path(path).is_dir():
+        return None
+    source = checked_source(path)
+    choice, reader = choose_source(source, model_source)
+    if mtp is not None:
+        reader = _headed(source, choice, mtp)
+    return folder_widening(source, weights_dtype, limit_bytes, reader)
+
+
+def _headed(source: str, choice: SourceChoice, mtp: str | Path) -> HeadedReader:
+    """Return the reader of a folder with a multi-token head; ModelError if none is read."""
+    if choice.name != "mlx-lm":
+        raise ModelError(
+            f"{source}: multi-token heads (mtp) are read beside mlx-lm's classes alone; add "
+            f"--model-source mlx-lm"
+        )
+    model_type = read_object(source, "config.json").get("model_type")
+    head = head_folder(mtp, Path(source))
+    is_split = is_split_head(head)
+    is_own = head.is_dir() and head.samefile(source)
+    if model_type not in HEADED_TYPES or not (is_split or is_own) or not has_head(head):
+        raise no_head(head)
+    return HeadedReader(head if is_split else None)
 
 
 def _limit(memory_limit: str | int | None) -> int:
@@ -108,7 +205,7 @@ def _limit(memory_limit: str | int | None) -> int:
 
 
 def _fetched(path_or_name: str | Path) -> str | Path:
-    """Return the file of a short name, which is fetched once, or its hub's name."""
+    """Resolve a short name to its downloaded file or hub name; return others unchanged."""
     if str(path_or_name) in named.MODELS and not Path(path_or_name).exists():
         return named.fetch(str(path_or_name))
     return recommended.source_of(path_or_name) if isinstance(path_or_name, str) else path_or_name

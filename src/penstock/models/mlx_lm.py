@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import inspect
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
 from math import lcm
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -28,6 +26,8 @@ from penstock.kv.compressed import POINTS, ROWS, Compressed, CompressedReads, Ro
 from penstock.kv.states import NO_STATES, Place, StateForm, States, put_together, taken_apart
 from penstock.memory.sizes import format_bytes
 from penstock.models import named, template_files
+from penstock.models.adapters import put_adapters
+from penstock.models.mtp import split_weights, with_head
 from penstock.models.source import (
     MLX_LM,
     SourceChoice,
@@ -37,9 +37,11 @@ from penstock.models.source import (
 )
 from penstock.models.template_renderer import TemplateRefusal, TemplateRenderer
 from penstock.models.template_trial import check_template
+from penstock.models.unread_weights import UnreadTensor, UnreadWeights
 from penstock.models.weight_packer import decision, pack
 from penstock.models.widening import Widening, widen
 from penstock.open_files import unchanged_limit
+from penstock.passing_folders import passing_folder
 
 named.forbid_downloads()
 with unchanged_limit():
@@ -73,12 +75,10 @@ logger = logging.getLogger(__name__)
 
 Message = dict[str, str]
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message's reasoning; transformers passes the first two to templates."""
-NOTE_SECONDS = 2.0
-"""Seconds between log messages while weights are read."""
+"""Keys of a message under which clients send its reasoning."""
 INDEX = "model.safetensors.index.json"
 SAFELY = {"trust_remote_code": False}
-"""Settings of tokenizers: code in a model's folder is not run, without a prompt for permission."""
+"""Settings of tokenizers: never run code in a model's folder, and do not ask whether to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Loaded:
     tokenizer: TokenizerWrapper
     config: dict[str, Any]
     weights_note: str | None = None
-    """Note on the dtype of the weights; None if they stay native."""
+    """Note on the conversion of the weights; None if they are native."""
     sampling: dict[str, float] = field(default_factory=dict)
     """Sampling settings in the model's `generation_config.json`."""
     source: SourceChoice = MLX_LM
@@ -95,16 +95,16 @@ class Loaded:
 
 
 class ModelReader(Protocol):
-    """Reads model folders with the classes of a library; weights stay unevaluated."""
+    """Reads model folders with the classes of one library, without evaluating the weights."""
 
     release: str
     """Name and version of the library."""
 
     def knows(self, model_type: str) -> bool:
-        """Return whether the library has the model type; its classes are not imported."""
+        """Return whether the library supports a model type, without importing its classes."""
 
     def reads_images(self, config: Mapping[str, Any]) -> bool:
-        """Return whether images of models with a config are read."""
+        """Return whether the reader supports image inputs for models with this config."""
 
     def read(self, source: str) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
         """Return the model, tokenizer and config of a folder or hub name."""
@@ -132,8 +132,47 @@ class MlxLmReader:
         return model
 
 
+class HeadedReader(MlxLmReader):
+    """Reads a model together with a multi-token head (MTP)."""
+
+    def __init__(self, split: Path | None) -> None:
+        """Take the folder of a head alone; None for the head in the model's folder."""
+        self._split = split
+
+    def read(self, source: str) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+        folder = Path(source)
+        tokenizer, config = read_text_side(folder)
+        return self.read_model(folder), tokenizer, config
+
+    def read_model(self, folder: Path) -> nn.Module:
+        config, split = mlx_lm.utils.load_config(folder), None
+        if self._split is not None:
+            files: list[Any] = [mx.load(str(f)) for f in sorted(self._split.glob("*.safetensors"))]
+            split = split_weights({name: w for file in files for name, w in file.items()})
+            coding = mlx_lm.utils.load_config(self._split).get("quantization")
+            if coding is not None and "quantization_config" not in config:
+                # It is taken for modules alone whose weights have scales.
+                config.setdefault("quantization", coding)
+
+        def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+            model_class, arguments = mlx_lm.utils._get_classes(config)
+            return with_head(model_class, head_cache, split), arguments
+
+        model: nn.Module
+        model, _ = mlx_lm.utils.load_model(
+            folder, lazy=True, model_config=config, get_model_classes=classes
+        )
+        return model
+
+
+def head_cache() -> Any:
+    """Return mlx-lm's cache of a multi-token head: keys and values, and one state."""
+    caches = mlx_lm.models.cache
+    return caches.CacheList(caches.KVCache(), caches.ArraysCache(1))
+
+
 def read_text_side(folder: Path) -> tuple[TokenizerWrapper, dict[str, Any]]:
-    """Return the tokenizer and the config of a folder whose model another library loads."""
+    """Return the tokenizer and config of a folder whose model is loaded by another library."""
     config = mlx_lm.utils.load_config(folder)
     end = config.get("eos_token_id")
     return mlx_lm.utils.load_tokenizer(folder, SAFELY, eos_token_ids=end), config
@@ -145,11 +184,13 @@ def load_folder(
     limit_bytes: int | None,
     reader: ModelReader,
     choice: SourceChoice,
+    adapters: Mapping[str, Path],
 ) -> Loaded:
     """Load a model from a checked folder or hub name; see `loading.load_all`."""
     try:
         model, tokenizer, config = reader.read(source)
         _check_first_step(model)
+        put_adapters(model, adapters)
         widening = decision(model, weights_dtype, limit_bytes)
         widening.check_limit(Path(source).name)
         logger.info("loading %s of weights", format_bytes(widening.loaded_bytes))
@@ -161,8 +202,8 @@ def load_folder(
             mx.eval(model.parameters())  # type: ignore[no-untyped-call]
         if widening.widens or widening.packs:
             config["torch_dtype"] = "float32"
-    # A boundary: a config says anything, and mlx-lm, mlx-vlm, transformers, the hub client and MLX
-    # each compute with it before they check it: no list of their errors is ever complete.
+    # A boundary: mlx-lm, mlx-vlm, transformers, the hub client and MLX compute with values of a
+    # config before they validate them, so they may raise any error.
     except BaseException as error:
         raise _unloadable(source, error) from error
     _complete_templates(tokenizer, source)
@@ -174,7 +215,7 @@ def load_folder(
 def folder_widening(
     source: str, weights_dtype: WeightsDtype, limit_bytes: int | None, reader: ModelReader
 ) -> Widening:
-    """Return the decision about a checked folder's weights without reading them."""
+    """Return how the weights of a checked folder would be converted, without reading them."""
     try:
         return decision(reader.read_model(Path(source)), weights_dtype, limit_bytes)
     except BaseException as error:  # as above
@@ -189,11 +230,11 @@ def _unloadable(source: str, error: BaseException) -> BaseException:
 
 
 SWITCHES: dict[type, Any] = {QuantizedSwitchLinear: SwitchLinear}
-"""Class of dense experts by that of quantized ones; plug-ins add theirs."""
+"""Dense class of each class of quantized experts; plug-ins add entries."""
 
 
 def _dense(module: nn.Module) -> nn.Module | None:
-    """Return a dense module for a quantized one, with weights to be replaced; else None."""
+    """Return a dense module of the same shape, with placeholder weights; None if unknown."""
     rows, columns = module.weight.shape[-2], module.scales.shape[-1] * module.group_size
     if isinstance(module, nn.QuantizedEmbedding):
         return nn.Embedding(rows, columns)
@@ -208,34 +249,36 @@ def _dense(module: nn.Module) -> nn.Module | None:
 
 def load_written(
     write: Callable[[Path], None],
-    weights: Iterator[tuple[str, mx.array]],
+    tensors: Iterable[UnreadTensor],
     widening: Widening,
     *,
     path: Path,
     name: str,
 ) -> Loaded:
-    """Load a model from another format than a folder.
+    """Load a model from another format than a model folder.
 
     Args:
-        write: writes a folder for mlx-lm's loaders, without weights.
-        weights: names and arrays of the weights, evaluated one by one.
-        widening: decision about the dtype of the weights.
+        write: function that writes a folder for mlx-lm's loaders, without weights.
+        tensors: the weights; codes that are to be packed are read module by module.
+        widening: how to convert the weights.
         path: path of the model, for error messages.
+        name: name of the model, for error messages.
     """
     try:
-        with TemporaryDirectory(prefix="penstock-") as written:
-            folder = Path(written)
+        with passing_folder() as folder:
             write(folder)
             model, config = mlx_lm.utils.load_model(folder, lazy=True, strict=False)
             tokenizer = mlx_lm.utils.load_tokenizer(
                 folder, SAFELY, eos_token_ids=config["eos_token_id"]
             )
-        read_bytes = widening.native_bytes if widening.packs else widening.loaded_bytes
+        nbytes = widening.native_bytes if widening.packs else widening.loaded_bytes
         with without_keeping():
-            model.load_weights(list(_noted(weights, read_bytes)))
+            weights = UnreadWeights(model, tensors, nbytes)
             _check_first_step(model)
             if widening.packs:
-                pack(model, _dense, exact=widening.exact)
+                weights.read_all(codes=False)
+                pack(model, _dense, exact=widening.exact, read=weights.read)
+            weights.read_all()
     # A boundary, as in `load_folder`.
     except BaseException as error:
         raise _refusal(f"cannot load {path}", error) from error
@@ -243,37 +286,22 @@ def load_written(
     return Loaded(model, tokenizer, config, widening.note)
 
 
-def _noted(
-    weights: Iterator[tuple[str, mx.array]], total_bytes: int
-) -> Iterator[tuple[str, mx.array]]:
-    """Yield weights as they are read, and log progress periodically."""
-    read_bytes, noted = 0, time.monotonic()
-    logger.info("loading %s of weights", format_bytes(total_bytes))
-    for name, weight in weights:
-        yield name, weight
-        read_bytes += weight.nbytes
-        if time.monotonic() - noted >= NOTE_SECONDS:
-            noted = time.monotonic()
-            done = f"{format_bytes(read_bytes)} of {format_bytes(total_bytes)}"
-            logger.info("loading weights: %s", done)
-
-
 def load_part(
     path_or_name: str | Path, group: mx.distributed.Group, *, pipeline: bool = False
 ) -> Loaded:
-    """Load this process's part of a model that mlx-lm divides among `group`.
+    """Load this process's part of a model that mlx-lm divides among the processes of `group`.
 
-    Without `pipeline`, that is a part of the heads of every layer, and of the matrices between
-    them. With it, or if the model's class has nothing else, it is whole layers. All processes of
-    the group must load.
+    Without `pipeline`, each process gets a part of every layer (tensor parallelism). With it, or if
+    the model's class supports nothing else, it gets whole layers. All processes of the group must
+    call this function.
 
     Raises:
-        ModelError: see `loading.load`; or mlx-lm cannot divide this model among the group.
+        ModelError: see `loading.load`; or mlx-lm cannot divide this model among the processes.
     """
     source, ranks = checked_source(path_or_name), group.size()
     if pipeline and Path(source).is_dir() and not (Path(source) / INDEX).is_file():
         raise ModelError(
-            f"{source} has no {INDEX}, which says which file has whose layers; mlx_lm.convert "
+            f"{source} has no {INDEX}, which lists the file of each layer; mlx_lm.convert "
             f"writes one"
         )
     try:
@@ -289,36 +317,36 @@ def load_part(
     _complete_templates(tokenizer, source)
     _check_tokenizer(tokenizer, source)
     if pipeline and not is_stage(model):
-        raise ModelError(f"{source} cannot be divided by layers here; leave --pipeline out")
+        raise ModelError(f"{source} cannot be divided by layers; remove --pipeline")
     divided = ("hidden_layers",) if is_stage(model) else ("attention_heads", "key_value_heads")
     _check_divided(config, source, ranks, divided)
     return Loaded(model, tokenizer, config, sampling=read_generation_config(source))
 
 
 def _check_divided(config: dict[str, Any], name: str, ranks: int, divided: Sequence[str]) -> None:
-    """Raise ModelError unless all ranks get equal parts, as mlx-lm rounds heads and layers."""
+    """Raise ModelError unless all ranks get equal parts; mlx-lm would round the counts."""
     for place in (config, config.get("text_config") or {}):
         for what in divided:
             count = place.get(f"num_{what}")
             if isinstance(count, int) and count % ranks:
                 raise ModelError(
                     f"{name} cannot be divided among {ranks} ranks: it has {count} "
-                    f"{what.replace('_', ' ')}; take a number of ranks that divides them"
+                    f"{what.replace('_', ' ')}; use a number of ranks that divides it"
                 )
 
 
 def is_stage(model: nn.Module) -> bool:
-    """Return whether a model has only some of its layers, with the others in other processes."""
+    """Return whether a model is a pipeline stage: only some of its layers are in this process."""
     return getattr(getattr(model, "model", None), "pipeline_size", 1) > 1
 
 
 def passes_on(model: nn.Module) -> bool:
-    """Return whether a model's last layer passes its output to another process."""
+    """Return whether a pipeline stage sends its output to another process."""
     return getattr(getattr(model, "model", None), "pipeline_rank", 0) > 0
 
 
 def load_tokenizer(path_or_name: str | Path) -> TokenizerWrapper:
-    """Load a model's tokenizer without its weights. Raises like `loading.load`."""
+    """Load a model's tokenizer without its weights; raises errors like `loading.load`."""
     source = checked_source(path_or_name)
     try:
         tokenizer = mlx_lm.utils.load_tokenizer(source, SAFELY)
@@ -331,7 +359,7 @@ def load_tokenizer(path_or_name: str | Path) -> TokenizerWrapper:
 
 
 def _refusal(what: str, error: BaseException) -> BaseException:
-    # The tokenizers' Rust code panics with an exception that is no `Exception`.
+    # Panics of tokenizers' Rust code are not subclasses of `Exception`.
     foreign = isinstance(error, Exception) or type(error).__name__ == "PanicException"
     if isinstance(error, PenstockError) or not foreign:
         return error
@@ -345,16 +373,16 @@ def _check_first_step(model: nn.Module) -> None:
 def _check_tokenizer(tokenizer: TokenizerWrapper, name: str) -> None:
     for token in tokenizer.eos_token_ids:
         if not isinstance(token, int) or token < 0:
-            raise ModelError(f"{name}: the end token {token!r} is not a token's number")
+            raise ModelError(f"{name}: the end token {token!r} is not a token id")
     for text in chat_templates(tokenizer).values():
         check_template(name, text)
 
 
 def _complete_templates(tokenizer: TokenizerWrapper, source: str) -> None:
-    """Add the chat templates of the folder that transformers' tokenizers ignore."""
+    """Add chat templates of the model's folder that transformers' tokenizers ignore."""
     templates = getattr(tokenizer, "chat_template", None)
     if tokenizer.has_chat_template and templates is None:
-        return  # a program of mlx-lm's
+        return  # mlx-lm renders with Python code
     if (whole := template_files.completed(templates, source)) is not None and whole != templates:
         set_chat_template(tokenizer, whole)
 
@@ -383,19 +411,19 @@ def rendered_text(
 ) -> str:
     """Render a conversation with the model's chat template, and return the text.
 
-    The text is that of mlx-lm's `apply_chat_template`. A transformers tokenizer class that renders
-    by itself is trusted, and runs in this process.
+    The text equals that of mlx-lm's `apply_chat_template`. A tokenizer class that overrides it is
+    trusted, and runs in this process.
 
     Args:
         messages: Messages in OpenAI's format, oldest first.
         tools: Tools in OpenAI's format.
-        answer: Whether to end with the opening of the model's answer.
-        gone: Returns whether the text is no longer needed.
-        template_args: Arguments of the template; `chat_template` replaces it.
+        answer: Whether to add the generation prompt.
+        gone: Function that returns whether the text is no longer needed.
+        template_args: Arguments of the template; `chat_template` replaces the template.
 
     Raises:
-        TemplateRefusal: The template raises, or there is none.
-        TemplateOverrun: The template does not end in time, or uses too much memory.
+        TemplateRefusal: The template raises an error, or there is none.
+        TemplateOverrun: The template exceeds its time or memory limit.
     """
     tokenizer_class, base = (
         type(tokenizer._tokenizer),
@@ -422,7 +450,7 @@ def rendered_text(
         return renderer.render(source, arguments, gone)
     except ModelError:
         raise
-    # A boundary: a tokenizer's own code, and arguments that no JSON can have.
+    # A boundary: a tokenizer's own code, and arguments that cannot be converted to JSON.
     except Exception as error:
         raise TemplateRefusal(first_line(error)) from error
 
@@ -438,7 +466,7 @@ def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def encode(tokenizer: TokenizerWrapper, text: str, *, special: bool = True) -> list[int]:
-    """Tokenize raw text, with or without the special tokens that the tokenizer adds."""
+    """Tokenize text; `special` is whether the tokenizer adds special tokens such as BOS."""
     try:
         return list(tokenizer.encode(text, add_special_tokens=special))
     # A boundary, as in `load_folder`.
@@ -458,13 +486,13 @@ def render(
 
     Args:
         messages: `role` and `content` of each message, oldest first.
-        answer: Whether to end with the opening of the model's answer.
-        renderer: Renderer to reuse; None starts a process for this conversation.
-        template_args: Arguments of the template; `chat_template` replaces it.
+        answer: Whether to add the generation prompt.
+        renderer: Renderer to reuse; None starts a process for this call.
+        template_args: Arguments of the template; `chat_template` replaces the template.
 
     Raises:
-        ModelError: The model has no chat template, or its template refuses the messages, does not
-            end, or takes too much memory.
+        ModelError: The model has no chat template, or the template refuses the messages or exceeds
+            its time or memory limit.
     """
     if not (tokenizer.has_chat_template or "chat_template" in template_args):
         raise ModelError(
@@ -481,41 +509,42 @@ def render(
         raise ModelError(f"the chat template refuses the messages: {error}") from error
     tokens = encode(tokenizer, text, special=False)
     if not tokens:
-        raise ModelError("the chat template leaves nothing of the messages")
+        raise ModelError("the chat template renders the messages to an empty text")
     return tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Compression:
     rows: tuple[Rows, ...]
-    """Rows of all layers, in the model's order."""
+    """Row arrays of all layers, in the model's order."""
     every: int
     state_form: StateForm
-    """Form of a sequence's states where groups and windows are full, and no row is loose."""
+    """Form of a sequence's states at a position with full windows, and no open group or loose row.
+    """
     state_bytes: int
-    """Upper bound for a sequence's states in bytes, except loose rows."""
+    """Upper bound of a sequence's states in bytes, excluding loose rows."""
 
 
 NO_COMPRESSION = Compression((), 1, NO_STATES, 0)
-"""Compression of a model whose layers keep what they compute."""
+"""Compression of a model without compressed layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """KV and states that a model keeps for a sequence, and mlx-lm's caches made from them.
+    """Layers of a model by kind of state, and construction of the caches that the model expects.
 
-    A cache of mlx-lm is one layer with keys and values, the states of one recurrent layer, or a
-    list of these.
+    A cache of mlx-lm is a layer with keys and values, the states of a recurrent layer, or a list of
+    these.
     """
 
     attention_windows: tuple[AttentionWindow, ...]
     state_sizes: tuple[int, ...]
     places: tuple[Place, ...]
     state_caches: tuple[type, ...] = ()
-    """Classes of the model's own caches with states; each is made from its size."""
+    """Classes of the model's caches with states, constructed with the number of arrays."""
     compression: Compression = NO_COMPRESSION
     drops: bool = True
-    """Whether layers may lose tokens that are behind a window."""
+    """Whether sliding-window layers may drop tokens outside their window."""
 
     @property
     def compresses(self) -> bool:
@@ -528,7 +557,7 @@ class ModelLayout:
     def caches(
         self, reads: Sequence[Any], states: States | None, position: int = 0
     ) -> tuple[list[Any], list[Any]]:
-        """Return the caches for the model, and those among them that recurrent layers write to."""
+        """Return the caches for a forward pass, and those among them that hold states."""
         kept = []
         for number, size in enumerate(self.state_sizes):
             cache = self.state_caches[number](size)
@@ -551,8 +580,8 @@ def states_of(kept: Sequence[Any]) -> States:
 
 
 def layout(model: nn.Module) -> ModelLayout:
-    """Return the layout of a model from mlx-lm's caches for it; ModelError if unsupported."""
-    # A plug-in's model says in which parts the engine keeps its caches.
+    """Return the layout of a model, derived from its mlx-lm caches; ModelError if unsupported."""
+    # A plug-in's model describes its caches itself.
     parts, compression = getattr(model, "cache_parts", None), NO_COMPRESSION
     caches = plain_caches(model) if parts is None else parts()
     if all(map(_compresses, caches)):
@@ -570,12 +599,12 @@ def layout(model: nn.Module) -> ModelLayout:
 
 
 def _compresses(cache: Any) -> bool:
-    """Return whether a cache is of the kind that DeepSeek 4.1 defines."""
+    """Return whether a cache has the interface of DeepSeek 4.1's cache."""
     return all(hasattr(cache, name) for name in (*POINTS, *ROWS, "update_window"))
 
 
 def _opened(model: nn.Module, caches: list[Any]) -> tuple[list[Any], Compression]:
-    """Return the caches of a model with compressing layers, split into their parts."""
+    """Split the caches of a model with compressed layers into row arrays and states."""
     ratios = [int(layer.self_attn.ratio) for layer in model.layers]
     every = lcm(*(ratio for ratio in ratios if ratio))
     tokens = -(-max(cache.window_size for cache in caches) // every) * every
@@ -596,7 +625,7 @@ def _opened(model: nn.Module, caches: list[Any]) -> tuple[list[Any], Compression
         opened.append(Compressed(cache.window_size, (*layer_rows, kept)))
         states.append((cache.window, *[None] * (len(kept.cache) - 1)))
         for gathered in (cache.pending_kv, cache.pending_gate):
-            if gathered is not None:  # up to one token less than a group
+            if gathered is not None:  # at most one token less than a group
                 most_bytes += (ratio - 1) * gathered.shape[-1] * gathered.dtype.size
     form = StateForm.of(tuple(states))
     return opened, Compression(tuple(rows), every, form, form.nbytes + most_bytes)
@@ -608,7 +637,7 @@ def _window_of(cache: Any, number: int) -> AttentionWindow:
     if type(cache) is mlx_lm.models.cache.RotatingKVCache:
         return AttentionWindow(cache.max_size - cache.keep, cache.keep)
     if type(cache) is mlx_lm.models.cache.ChunkedKVCache:
-        return AttentionWindow(cache.chunk_size)  # and its masks hide what is in another chunk
+        return AttentionWindow(cache.chunk_size)  # the model's masks hide tokens of other chunks
     if type(cache) is mlx_lm.models.cache.KVCache:
         return AttentionWindow()
     raise ModelError(
@@ -618,12 +647,12 @@ def _window_of(cache: Any, number: int) -> AttentionWindow:
 
 
 def plain_caches(model: nn.Module) -> list[Any]:
-    """Return mlx-lm's own caches for a model: one sequence, unbounded."""
+    """Return mlx-lm's default caches for a model: unbounded, for one sequence."""
     return list(mlx_lm.models.cache.make_prompt_cache(model))
 
 
 def plain_cache() -> Any:
-    """Return mlx-lm's cache of one layer with keys and values."""
+    """Return mlx-lm's `KVCache`, for one layer."""
     return mlx_lm.models.cache.KVCache()
 
 

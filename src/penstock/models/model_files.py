@@ -1,4 +1,4 @@
-"""Models in file formats other than mlx-lm's folders: the interface to plug-ins that load them."""
+"""Interface of plug-ins that load models from other formats than mlx-lm's folders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from penstock.models.widening import Widening
 
 GROUP = "penstock.model_files"
-"""Entry-point group of functions that return a path's `ModelFile`, or None if unsupported."""
+"""Entry-point group of functions that open a path as a `ModelFile`, or return None."""
 
 
 class ModelFile(Protocol):
@@ -24,21 +24,21 @@ class ModelFile(Protocol):
     def config(self) -> dict[str, Any]: ...
 
     def bytes_by_kind(self, *, float32: bool) -> Mapping[str, int]:
-        """Return weight bytes by kind for `memory.read_model_spec`, as loaded or in float32."""
+        """Return the bytes of the weights by kind, for `memory.read_model_spec`."""
 
     def packed_bytes(self) -> int | None:
-        """Return the bytes of the weights if codes are multiplied directly; None without codes."""
+        """Return the bytes of packed weights; None if there are no quantized weights."""
 
     def codes_errors(self) -> dict[str, float]:
-        """Return the relative error of codes without a counterpart in MLX, by format."""
+        """Return the relative error of converting formats that MLX does not have, by format."""
 
     def widening(self, weights_dtype: WeightsDtype, limit_bytes: int | None) -> Widening:
-        """Return the decision about the weights without reading them."""
+        """Return how the weights would be converted, without reading them."""
 
     def load(self, weights_dtype: WeightsDtype, limit_bytes: int | None) -> Loaded: ...
 
 
 def open_model_file(path: str | Path) -> ModelFile | None:
-    """Open a model file and read its header; None for folders and names."""
+    """Open a model file and read its header; return None for folders and names."""
     opened = (open_file(Path(path).expanduser()) for open_file in extensions(GROUP))
     return next((file for file in opened if file is not None), None)

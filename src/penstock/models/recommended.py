@@ -1,7 +1,8 @@
-"""Recommended models: what they are good for, which are downloaded, and their download.
+"""Recommended models: their uses, whether they are downloaded, and how to download them.
 
-Sizes are those of the weights: the parameters of each model's config in its bits, 4.5 for MLX's 4
-bits in groups of 64, and towers in bfloat16. They agree with the sizes that other projects list.
+Sizes are computed from each model's config: parameters x bits, with 4.5 bits for MLX's 4-bit
+weights in groups of 64, and bfloat16 for vision towers. They agree with those that other projects
+list.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ PATTERNS = (
     *("*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "tiktoken.model"),
     *("*.txt", "*.jsonl", "*.jinja"),
 )
-"""Files of a hub's model that mlx-lm fetches."""
+"""Patterns of the files that mlx-lm downloads from the hub."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecommendedModel:
     source: str
-    """Name on the hub, or the name of a package of the package index."""
+    """Name on the Hugging Face hub, or of a package on the package index."""
     size_bytes: int
     """Download size in bytes, to about 5 %."""
     good_for: str
     speed: str | None = None
-    """Measured tokens/s of one answer, with the machine; None if none is known."""
+    """Measured tokens/s of one answer, with the machine; None if unknown."""
 
 
 _MB, _GB = 10**6, 10**9
@@ -84,18 +85,18 @@ RECOMMENDED = {
         "60 (M3 Ultra, lmk)",
     ),
 }
-"""Recommended models by short name, smallest first. Speeds of lmk are that project's, unchecked."""
+"""Recommended models by short name, smallest first. Speeds marked lmk are from that project."""
 
 
 def source_of(name: str) -> str:
-    """Return the hub's name of a recommended model; other names and folders as they are."""
+    """Return the hub name of a recommended model; return other names and paths unchanged."""
     if name not in RECOMMENDED or name in named.MODELS or Path(name).exists():
         return name
     return RECOMMENDED[name].source
 
 
 def downloaded(name: str) -> Path | None:
-    """Return the file or folder of a short name or a hub's name if all of it is here."""
+    """Return the file or folder of a short name or hub name; None unless fully downloaded."""
     if name in named.MODELS:
         return named.find(name)
     source = source_of(name)
@@ -108,26 +109,26 @@ def downloaded(name: str) -> Path | None:
 
 
 def pull(name: str) -> Path:
-    """Download a model with progress on standard error, and return its file or folder.
+    """Download a model, with progress on standard error, and return its file or folder.
 
-    Files that are complete are kept, also where the download of others fails.
+    Complete files are kept if the download of others fails.
 
     Raises:
-        ModelError: no such model, no network, downloads are forbidden, or no space.
+        ModelError: the model does not exist, downloads are forbidden, or the download fails.
     """
     if name in named.MODELS:
         return named.fetch(name)
     source = source_of(name)
     if source.count("/") != 1 or source[0] in "./~":
         raise ModelError(
-            f"there is no model {name}; penstock models lists names, and a hub's has the form "
+            f"there is no model {name}; penstock models lists names, and a hub name has the form "
             f"owner/model"
         )
     if os.environ.get(named.OFFLINE):
         if (folder := downloaded(source)) is not None:
             return folder
         raise ModelError(
-            f"{source} is not downloaded, and {named.OFFLINE} forbids to fetch it; run once "
+            f"{source} is not downloaded, and {named.OFFLINE} forbids downloads; run once "
             f"without --offline"
         )
     # As in `source.find_file`.
@@ -141,11 +142,11 @@ def pull(name: str) -> Path:
     except LocalEntryNotFoundError as error:
         raise ModelError(
             f"{constants.ENDPOINT} cannot be reached ({first_line(error.__cause__ or error)}); run "
-            f"penstock pull {name} again, which keeps what is complete"
+            f"penstock pull {name} again, which keeps complete files"
         ) from error
-    # A boundary: the hub client, its HTTP client and the disk have errors of their own.
+    # A boundary: the hub client, its HTTP client and the disk raise many kinds of errors.
     except Exception as error:
         raise ModelError(
             f"cannot fetch {source}: {first_line(error)}; run penstock pull {name} again, which "
-            f"keeps what is complete"
+            f"keeps complete files"
         ) from error

@@ -1,4 +1,4 @@
-"""Checks of a model's path or name before loading, and one-line error messages."""
+"""Validation of a model's path or name before loading, and one-line error messages."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from penstock.regular_files import check_regular, read_text
 logger = logging.getLogger(__name__)
 
 TEXTS = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken", ".jsonl"})
-"""Suffixes of files that loaders read as a whole."""
+"""Suffixes of files that loaders read into memory as a whole."""
 MOST_TEXT_BYTES = 512 << 20
 """Maximum size of these files in bytes; real vocabularies have tens of megabytes."""
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Keys of `generation_config.json` that are used: fields of `engine.request.Sampling`."""
+"""Keys of `generation_config.json` that are used; they are fields of `engine.request.Sampling`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceChoice:
-    """Library whose classes load a model, and why it was chosen."""
+    """Library whose classes load a model, and the reason for the choice."""
 
     name: Literal["mlx-lm", "mlx-vlm"]
     why: str
@@ -59,7 +59,7 @@ def checked_source(path_or_name: str | Path) -> str:
 def _check_files(folder: Path) -> None:
     """Raise ModelError if a folder has pipes, devices, huge text files, or an invalid config.
 
-    Loaders would wait for a pipe forever, and read a device until memory is full.
+    Loaders would block on a pipe forever, and read from a device until memory is full.
     """
     for file in (*folder.glob("*"), *folder.glob("*/*")):
         if file.exists() and not file.is_dir():
@@ -78,7 +78,7 @@ def read_object(source: str | Path, name: str) -> dict[str, Any]:
     try:
         content: Any = json.loads(read_text(file))
     except (OSError, ValueError, RecursionError) as error:
-        logger.warning("ignoring %s, which cannot be read: %s", file, error)
+        logger.warning("ignoring %s of the model, which cannot be read: %s", file, error)
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -104,7 +104,7 @@ def find_file(source: str | Path, name: str) -> Path | None:
         return file if file.is_file() else None
     if folder.exists():
         return None
-    # As in `cli.plan`: the hub client is slow to import, and a folder need not wait for it.
+    # Imported here because the hub client is slow to import, and a folder does not need it.
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -118,8 +118,8 @@ def find_file(source: str | Path, name: str) -> Path | None:
 def first_line(error: BaseException) -> str:
     r"""Return an error's class and first line; lines that end in a colon are joined with the next.
 
-    >>> first_line(ValueError("validator 'heads':\n    12 is no multiple of 5\nmore"))
-    "ValueError: validator 'heads': 12 is no multiple of 5"
+    >>> first_line(ValueError("validator 'heads':\n    12 is not a multiple of 5\nmore"))
+    "ValueError: validator 'heads': 12 is not a multiple of 5"
     >>> first_line(KeyError("model_type"))
     'config.json has no model_type'
     """

@@ -1,4 +1,4 @@
-"""Choice between mlx-lm and mlx-vlm, by the model type in a folder's config and its tower."""
+"""Choice between mlx-lm and mlx-vlm, by a folder's model type and vision tower."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ from penstock.config import ModelSource
 from penstock.errors import ModelError
 from penstock.extensions import extension
 from penstock.memory.reading import has_tensor
+from penstock.models.encoder_types import ENCODER_NOTE, is_encoder
 from penstock.models.mlx_lm import MlxLmReader, ModelReader
 from penstock.models.recommended import pull
 from penstock.models.source import SourceChoice, read_object
 
 INSTALL = "pip install mlx-vlm"
 TOWERS = ("vision", "visual")
-"""Parts of names of a vision tower's weights."""
+"""Substrings that identify the weights of a vision tower."""
 
 
 def choose_source(source: str, asked: ModelSource = "auto") -> tuple[SourceChoice, ModelReader]:
-    """Return the library that loads a model: mlx-lm, or mlx-vlm for what only that has.
+    """Return the library that loads a model, and its reader.
+
+    With `auto`, mlx-vlm is used for model types that only it supports, and for models whose images
+    it can read; otherwise mlx-lm.
 
     Args:
         source: checked folder, or hub name.
-        asked: the library, or `auto`.
+        asked: requested library, or `auto`.
 
     Raises:
-        ModelError: mlx-vlm is needed and not installed, or lacks the model's type.
+        ModelError: mlx-vlm is needed but not installed, or does not support the model type.
     """
     mlx_lm = MlxLmReader()
     if asked == "mlx-lm":
@@ -45,11 +49,13 @@ def choose_source(source: str, asked: ModelSource = "auto") -> tuple[SourceChoic
     if mlx_lm.knows(model_type):
         images = _image_reader(source)
         if images is not None:
-            why = f"it reads images of the model type {model_type}, and mlx-lm text alone"
+            why = f"it reads images of the model type {model_type}, and mlx-lm only text"
             return SourceChoice("mlx-vlm", why), images
         return SourceChoice("mlx-lm", f"it has the model type {model_type}"), mlx_lm
+    if is_encoder(_config(source)):
+        raise ModelError(f"{source}: {ENCODER_NOTE}; penstock serve has its embeddings or scores")
     lacks = f"{mlx_lm.release} has no model type {model_type}"
-    # mlx-vlm takes seconds to import, which other models need not wait for.
+    # Imported last because it takes seconds.
     mlx_vlm = _mlx_vlm()
     if mlx_vlm is None:
         raise ModelError(f"{source}: {lacks}; mlx-vlm may have it: {INSTALL}")
@@ -59,14 +65,14 @@ def choose_source(source: str, asked: ModelSource = "auto") -> tuple[SourceChoic
 
 
 def _image_reader(source: str) -> ModelReader | None:
-    """Return mlx-vlm if it is installed and reads images by the tower of a model."""
+    """Return mlx-vlm's reader if it is installed and can use the model's vision tower."""
     config = _config(source)
     if "vision_config" not in config:
         return None
     mlx_vlm = _mlx_vlm()
     if mlx_vlm is None or not mlx_vlm.reads_images(config):
         return None
-    # A folder that mlx-lm has converted has the config of a tower, and no weights of it.
+    # A folder converted by mlx-lm has the config of a tower, but not its weights.
     folder = Path(source) if Path(source).is_dir() else pull(source)
     return mlx_vlm if has_tensor(folder, TOWERS) else None
 
@@ -86,7 +92,7 @@ def _config(source: str) -> dict[str, Any]:
     # As in `source.find_file`.
     from huggingface_hub import hf_hub_download
 
-    # A boundary: mlx-lm's loader says what is wrong with a name.
+    # A boundary: mlx-lm's loader reports what is wrong with a name.
     with suppress(Exception):
         hf_hub_download(source, "config.json")
     return read_object(source, "config.json")

@@ -2,8 +2,8 @@
 
 `template_trial` and `template_renderer` run this file by its path. It imports nothing from
 penstock, so it starts fast. It exits with `TOO_LARGE` if memory runs out, is killed by a signal if
-time does, and else exits with 0. Errors of the template are returned to the caller of a request,
-and ignored in sample conversations.
+CPU time runs out, and otherwise exits with 0. Errors of the template are returned to the caller of
+a request, and ignored in sample conversations.
 
     CPU_SECONDS MEMORY_BYTES            render the template on stdin with sample conversations
     CPU_SECONDS MEMORY_BYTES requests   read one request per line and answer each with one line
@@ -49,7 +49,7 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_to
 
 
 def bound_memory(nbytes: int) -> None:
-    """Bound the memory of this process, on systems that can."""
+    """Limit the memory of this process, if the system supports it."""
     with suppress(ImportError, ValueError, OSError):
         import resource
 
@@ -57,9 +57,9 @@ def bound_memory(nbytes: int) -> None:
 
 
 def bound_time(seconds: float) -> None:
-    """End this process after `seconds` more of processor time; 0 removes the bound.
+    """Kill this process after `seconds` more of CPU time; 0 removes the limit.
 
-    On a system without such a bound the parent's clock ends it.
+    On systems without such a limit, the parent's timeout applies.
     """
     with suppress(ImportError, AttributeError, ValueError, OSError):
         import signal
@@ -68,7 +68,7 @@ def bound_time(seconds: float) -> None:
 
 
 def environment() -> Any:
-    """Return Jinja's environment with all that transformers gives to a template."""
+    """Return a sandboxed Jinja environment with the extensions that transformers provides."""
     from jinja2.exceptions import SecurityError, TemplateError
     from jinja2.ext import Extension
     from jinja2.nodes import Scope
@@ -97,7 +97,7 @@ def environment() -> Any:
         return json.dumps(x, ensure_ascii=ensure_ascii, **options)
 
     class TemplateDict:
-        """Stand-in for `dict` that does not expose the type itself."""
+        """Replacement for `dict` that does not expose the type itself."""
 
         def __call__(self, *args: Any, **entries: Any) -> dict[Any, Any]:
             return dict(*args, **entries)
@@ -106,9 +106,9 @@ def environment() -> Any:
             return dict.fromkeys(*args)
 
     class TemplateNamespace(Namespace):
-        """Namespace without attributes of Python's own."""
+        """Namespace without private or special attributes."""
 
-        def __init__(*args: Any, **attributes: Any) -> None:  # `self=...` is an attribute, too
+        def __init__(*args: Any, **attributes: Any) -> None:  # `self` may be among `attributes`
             entries = dict(*args[1:], **attributes)
             for name in entries:
                 TemplateNamespace.check_name(name)
@@ -135,9 +135,9 @@ def environment() -> Any:
 
 
 def compiled(jinja: Any, source: str) -> Any:
-    """Compile a template; raise MemoryError if its constants alone take too much.
+    """Compile a template; raise MemoryError if constant expressions exceed the memory limit.
 
-    Jinja computes constants when it compiles, and ignores those that fail.
+    Jinja evaluates them when it compiles, but ignores their errors.
     """
     from jinja2.nodes import EvalContext, Expr, Impossible
 
@@ -152,7 +152,7 @@ def compiled(jinja: Any, source: str) -> Any:
 
 def render(source: str, cpu_seconds: float) -> None:
     """Render each sample conversation as transformers does, ignoring errors of the template."""
-    jinja = environment()  # to import Jinja where nothing is compiled takes a second of its own
+    jinja = environment()  # not timed: importing Jinja can take a second
     bound_time(cpu_seconds)
     for tools in (None, [TOOL]):
         for talk in TALKS:
@@ -180,7 +180,7 @@ def refusal(error: Exception) -> str:
 
 
 def serve(cpu_seconds: float) -> None:
-    """Render the requests of standard input, a JSON line each, until it ends."""
+    """Answer requests on standard input, one JSON line each, until end of file."""
     jinja = environment()
     renderers: dict[str, Callable[..., str]] = {}
     for line in sys.stdin.buffer:

@@ -1,8 +1,8 @@
 """Chat templates of a model's folder, including those that transformers' tokenizers ignore.
 
-chat_template.jinja, additional_chat_templates/*.jinja    the tokenizer reads them first,
-tokenizer_config.json: a text, or texts by name           and these where there are none of those
-chat_template.json, of older folders with a processor     is read here, where they have no default
+chat_template.jinja, additional_chat_templates/*.jinja    read by the tokenizer
+tokenizer_config.json: a text, or texts by name           read by the tokenizer if those are missing
+chat_template.json (older folders with a processor)       read here if the others have no default
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FILES = ("tokenizer_config.json", "chat_template.json")
 
 
 def completed(templates: Any, source: str | Path) -> str | dict[str, str] | None:
-    """Return a tokenizer's templates, adding a default; None if the model has no template."""
+    """Return a tokenizer's templates, with a default template; None if the model has none."""
     if isinstance(templates, str):
         return templates
     named = dict(templates or {})

@@ -1,7 +1,7 @@
 """Rendering of chat templates, which are untrusted programs, in processes with limits.
 
-A template may never end, or use all memory. Templates are therefore not rendered in the engine's
-process: `template_child` renders them in a child process and returns the text.
+A template may never end, or use all memory. Therefore `template_child` renders it in a child
+process and returns the text.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from penstock.models import template_child
 from penstock.plurals import counted
 
 CPU_SECONDS = 2
-"""CPU seconds allowed per rendering; real templates take milliseconds."""
+"""CPU time limit of one rendering in seconds; real templates take milliseconds."""
 WALL_SECONDS = 60.0
-"""Seconds after which a rendering counts as hung, if CPU time cannot be limited."""
+"""Timeout of one rendering in seconds, for systems that cannot limit CPU time."""
 MEMORY_BYTES = 1 << 30
 END_SECONDS = 30.0
-"""Seconds for a process to exit after its output has ended."""
+"""Seconds to wait for a process to exit after its output has ended."""
 WAIT_SECONDS = 0.05
-"""Seconds between checks whether the text is still needed."""
+"""Seconds between checks of whether the text is still needed."""
 TEXT_SHARE = 16
-"""Maximum characters of a text per character of its messages."""
+"""Maximum number of characters of a text per character of its messages."""
 LEAST_TEXT = 1_000_000
-"""Characters that are always allowed."""
+"""Number of characters that are always allowed."""
 
 
 class TemplateOverrun(ModelError):
@@ -48,9 +48,9 @@ class TemplateRefusal(ModelError):
 
 
 class TemplateRenderer:
-    """Renderer of chat templates, with a limited process for each calling thread.
+    """Renderer of chat templates, with one child process per calling thread.
 
-    Thread-safe. A process ends with the renderer, with its thread, or on `close`.
+    Thread-safe. A process ends with its thread, with the renderer, or on `close`.
     """
 
     def __init__(self, cpu_seconds: float = CPU_SECONDS, memory_bytes: int = MEMORY_BYTES) -> None:
@@ -80,15 +80,17 @@ class TemplateRenderer:
         *,
         program: tuple[str, str] | None = None,
     ) -> str:
-        """Return the text of a template.
+        """Render a template and return the text.
 
         Args:
-            gone: returns whether the text is no longer needed.
-            program: file and name of a function to call instead of a template.
+            source: text of the template.
+            variables: variables of the template.
+            gone: function that returns whether the text is no longer needed.
+            program: file and name of a Python function to call instead of a template.
 
         Raises:
-            TemplateRefusal: the template raises.
-            TemplateOverrun: the template does not end in time, or uses too much memory.
+            TemplateRefusal: the template raises an error.
+            TemplateOverrun: the template exceeds its limit of time, memory or output.
         """
         encoded = json.dumps(variables, default=str)
         max_characters = LEAST_TEXT + len(source) + TEXT_SHARE * len(encoded)
@@ -115,7 +117,7 @@ class TemplateRenderer:
     def _exchange(
         self, process: subprocess.Popen[bytes], line: bytes, gone: Callable[[], bool]
     ) -> bytes | None:
-        """Return the answer to a request; empty if the process ended, None if timed out or gone."""
+        """Return a request's answer; empty if the process ended, None on timeout or if `gone`."""
         assert process.stdin is not None and process.stdout is not None
         until = time.monotonic() + WALL_SECONDS
         try:
@@ -147,11 +149,11 @@ class TemplateRenderer:
 
 
 class _Thread:
-    """Thread-local token that is collected when the thread or the renderer ends."""
+    """Thread-local object that is garbage-collected when its thread or the renderer ends."""
 
 
 def _end(process: subprocess.Popen[bytes], seconds: float = 0.0) -> int:
-    """End a process, killing it after `seconds`; close its pipes and return its exit code."""
+    """Wait up to `seconds` for a process, then kill it; close its pipes, return its exit code."""
     try:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Test of a model's chat template at load, as it is a program that may never end."""
+"""Test of a model's chat template when it is loaded, because a template may never end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.models.template_renderer import CPU_SECONDS, MEMORY_BYTES, WALL_SE
 
 
 def check_template(name: str, source: str) -> None:
-    """Render a chat template in a process with limits; ModelError if it exceeds them."""
+    """Render a chat template in a child process with limits; ModelError if it exceeds them."""
     if not source:
         return
     code = _exit_code(source, CPU_SECONDS, MEMORY_BYTES)
@@ -28,7 +28,7 @@ def check_template(name: str, source: str) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _exit_code(source: str, cpu_seconds: float, memory_bytes: int) -> int:
-    """Return the exit code of a process that renders a template; negative if killed."""
+    """Render a template in a child process; return its exit code, negative if it was killed."""
     try:
         return children.run(
             [sys.executable, "-I", template_child.__file__, str(cpu_seconds), str(memory_bytes)],

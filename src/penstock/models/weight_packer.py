@@ -1,4 +1,4 @@
-"""Weights kept in their own bits on a CPU: the interface to the plug-in that multiplies them."""
+"""Interface to the plug-in that multiplies by quantized weights directly on a CPU ("packed")."""
 
 from __future__ import annotations
 
@@ -23,38 +23,41 @@ logger = logging.getLogger(__name__)
 
 
 Packing: TypeAlias = Literal["layer", "product"]
-"""Way to multiply by codes: within a compiled decoder layer, or by itself."""
+"""Kind of a packed module: in a compiled decoder layer, or a single product."""
 
 
 class WeightPacker(Protocol):
     def takes(self, module: nn.Module) -> bool: ...
     def packed_bytes(self, module: nn.Module) -> int: ...
 
-    def pack(self, model: nn.Module, *, exact: bool) -> None:
-        """Replace quantized modules one by one; the rest of the model is in float32."""
+    def pack(self, model: nn.Module, *, exact: bool, read: Callable[[str], None]) -> None:
+        """Replace the quantized modules of a model one by one; the rest is in float32 already.
+
+        `read` is called with a module's name before its codes are used.
+        """
 
     def packing(self, module: nn.Module) -> Packing | None:
-        """Return how a module multiplies by its codes; None if `pack` did not make it."""
+        """Return how a module multiplies by its codes; None for modules that are not packed."""
 
     def kv_dtype(self, model: nn.Module) -> mx.Dtype | None:
-        """Return the dtype in which a model's KV is kept; None for that of its activations."""
+        """Return the dtype in which a model's KV is stored, or None for that of activations."""
 
     def planned_kv_dtype(self, spec: ModelSpec, config: Mapping[str, Any]) -> str | None:
-        """Return the name of that dtype for a model that is not loaded, by its config."""
+        """Return the name of `kv_dtype` for a model that is not loaded, from its config."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedParts:
-    """The modules of a packed model by how they multiply: how many of each name."""
+    """Number of modules of each name in a packed model, by how they are computed."""
 
     layers: Mapping[str, int]
     products: Mapping[str, int]
-    """Modules that multiply by their codes, outside of a compiled layer."""
+    """Modules that multiply by their codes outside compiled layers."""
     float32: Mapping[str, int]
 
     @classmethod
     def of(cls, model: nn.Module) -> PackedParts | None:
-        """Return those of a model; None if none of its modules is packed."""
+        """Count the modules of a model; None if none of them is packed."""
         packer = weight_packer()
         modules: list[tuple[str, nn.Module]] = model.named_modules()  # type: ignore[no-untyped-call]
         by_kind: dict[str, Counter[str]] = {"layer": Counter(), "product": Counter()}
@@ -78,26 +81,26 @@ def _is_wide(module: nn.Module) -> bool:
 
 
 def weight_packer() -> WeightPacker | None:
-    """Return the plug-in `packed`; None if it or its library is not installed."""
+    """Return the plug-in for packed weights; None if it or its library is not installed."""
     try:
         packer: WeightPacker | None = extension("packed")
     except ImportError as error:
-        logger.info("weights cannot be multiplied in packed form: %s", error)
+        logger.info("weights are not packed, because the plug-in cannot be imported: %s", error)
         return None
     return packer
 
 
 def kv_dtype(model: nn.Module) -> mx.Dtype | None:
-    """Return the dtype in which a model's KV is kept; None for that of its activations."""
+    """Return the dtype in which a model's KV is stored, or None for its activations' dtype."""
     modules: list[nn.Module] = model.modules()  # type: ignore[no-untyped-call]
     if not any(hasattr(module, "packed_bytes") for module in modules):
-        return None  # without the plug-in's libraries
+        return None  # without importing the plug-in's libraries
     packer = weight_packer()
     return None if packer is None else packer.kv_dtype(model)
 
 
 def planned_kv_dtype(spec: ModelSpec, config: Mapping[str, Any]) -> str | None:
-    """Return the name of `kv_dtype` for a model that is not loaded, by its config."""
+    """Return the name of `kv_dtype` for a model that is not loaded, from its config."""
     packer = weight_packer()
     return None if packer is None else packer.planned_kv_dtype(spec, config)
 
@@ -108,17 +111,17 @@ def can_pack() -> bool:
 
 
 def decision(model: nn.Module, choice: WeightsDtype, limit_bytes: int | None) -> Widening:
-    """Decide the dtype of the weights of a loaded model, none of which is evaluated."""
+    """Decide how to convert the weights of a lazily loaded model, without evaluating them."""
     native, wide = model_bytes(model)
     modules: list[nn.Module] = model.modules()  # type: ignore[no-untyped-call]
     quantized = any("scales" in module for module in modules)
-    # The plug-in's libraries take 0.2 s to import.
+    # Only if needed, as the plug-in's libraries take 0.2 s to import.
     packed = _packed_bytes(model, wide) if quantized and can_pack() else None
     return Widening(choice, native, wide, limit_bytes, packed)
 
 
 def _packed_bytes(model: nn.Module, wide_bytes: int) -> int | None:
-    """Return the bytes of a model's weights once packed; None if nothing can be packed."""
+    """Return the bytes of a model's weights after packing; None if nothing can be packed."""
     packer = weight_packer()
     if packer is None:
         return None
@@ -130,20 +133,27 @@ def _packed_bytes(model: nn.Module, wide_bytes: int) -> int | None:
     return wide_bytes - wide + sum(map(packer.packed_bytes, modules))
 
 
-def pack(model: nn.Module, dense: Callable[[nn.Module], nn.Module | None], *, exact: bool) -> None:
-    """Replace quantized modules by ones that multiply codes directly; convert the rest to float32.
+def pack(
+    model: nn.Module,
+    dense: Callable[[nn.Module], nn.Module | None],
+    *,
+    exact: bool,
+    read: Callable[[str], None] = lambda name: None,
+) -> None:
+    """Replace quantized modules with ones that multiply by codes; convert the rest to float32.
 
     Args:
-        model: loaded lazily, or evaluated.
-        dense: see `widen`; used for modules whose codes cannot be multiplied directly.
-        exact: whether activations have 24 bits, not 16.
+        model: the model, loaded lazily or evaluated.
+        dense: see `widen`; used for modules that cannot be packed.
+        exact: whether activations have 24 bits instead of 16.
+        read: reads the codes of a quantized module by its name, if they are not there yet.
 
     Raises:
         ModelError: the plug-in is not installed.
     """
     packer = weight_packer()
     if packer is None:
-        raise ModelError("--weights-dtype packed needs Numba: pip install numba, or take float32")
-    widen(model, dense, packer.takes)
-    packer.pack(model, exact=exact)
-    widen(model, lambda module: None)  # what was left, and could not be packed
+        raise ModelError("--weights-dtype packed needs Numba: pip install numba, or use float32")
+    widen(model, dense, packer.takes, read)
+    packer.pack(model, exact=exact, read=read)
+    widen(model, lambda module: None)  # modules that turned out not to be packable

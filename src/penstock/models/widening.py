@@ -1,8 +1,8 @@
-"""Conversion of weights when a model is loaded: to float32, or to codes of a plug-in.
+"""Conversion of weights when a model is loaded: to float32, or to a plug-in's packed weights.
 
-MLX on a Linux CPU multiplies codes and half-precision numbers on one core without BLAS: the same
-model in float32 reads prompts 50 times as fast. A plug-in that multiplies by the codes themselves
-is faster still and takes a quarter of the memory. On a GPU weights stay native.
+On a Linux CPU, MLX multiplies quantized and half-precision weights on one core without BLAS; in
+float32 the same model prefills 50 times as fast. A plug-in that multiplies by the codes directly is
+faster still, and needs a quarter of the memory. On a GPU weights stay native.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from penstock.errors import NeverFits
 from penstock.memory.sizes import KV_SHARE, enough_for, format_bytes
 
 BESIDE_PACKED = 0.1
-"""Share of the memory limit that must be free for `auto` to pack weights: native ones, which are
-slow, take nearly as much."""
+"""Share of the memory limit that must stay free for `auto` to pack weights. It is small because
+native weights, which are slow, need nearly as much memory."""
 _HALF = (mx.float16, mx.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class Widening:
-    """Decision between native, packed and float32 weights."""
+    """Decision on native, packed or float32 weights, from their sizes and the memory limit."""
 
     choice: WeightsDtype
-    """Requested dtype; on a CPU `auto` packs quantized weights, and converts others to float32 if
+    """Requested dtype. On a CPU, `auto` packs quantized weights, and converts others to float32 if
     that leaves a quarter of the limit free."""
     native_bytes: int
     wide_bytes: int
     limit_bytes: int | None
     """Memory limit for everything, including weights; None if there is none."""
     packed_bytes: int | None = None
-    """Bytes of the packed weights; None if the weights, or this installation, cannot be packed."""
+    """Bytes of the packed weights; None if they cannot be packed, or the plug-in is missing."""
 
     @property
     def widens(self) -> bool:
@@ -53,14 +53,14 @@ class Widening:
         return self.choice in ("packed", "packed-exact") and self.wide_bytes != self.native_bytes
 
     def _leaves(self, share: float, nbytes: int) -> bool:
-        """Return whether this is a CPU where weights of `nbytes` leave a `share` of the limit."""
+        """Return whether weights of `nbytes` leave `share` of the limit free; False on a GPU."""
         if not devices.current().facts.slow_half:
             return False
         return self.limit_bytes is None or nbytes <= (1 - share) * self.limit_bytes
 
     @property
     def exact(self) -> bool:
-        """Whether activations stay in float32 when codes are multiplied directly."""
+        """Whether activations have 24 bits instead of 16 in products with packed weights."""
         return self.choice == "packed-exact"
 
     @property
@@ -70,13 +70,13 @@ class Widening:
         return self.wide_bytes if self.widens else self.native_bytes
 
     def part(self, parts: int) -> Widening:
-        """Return the decision for one of equal parts, such as that of a rank."""
+        """Return the decision for one of `parts` equal parts, such as that of a rank."""
         packed = None if self.packed_bytes is None else self.packed_bytes // parts
         native, wide = self.native_bytes // parts, self.wide_bytes // parts
         return replace(self, native_bytes=native, wide_bytes=wide, packed_bytes=packed)
 
     def check_limit(self, name: str) -> None:
-        # Codes take at least what they take as they come: some offsets may be left out.
+        # `packed_bytes` is only an estimate; packed weights need at least the native bytes.
         needed = self.native_bytes if self.packs else self.loaded_bytes
         if self.limit_bytes is None or needed <= self.limit_bytes:
             return
@@ -101,21 +101,21 @@ class Widening:
             return None
         sizes = f"{format_bytes(self.native_bytes)} -> {format_bytes(self.wide_bytes)}"
         if self.widens:
-            return f"float32, {sizes}; --weights-dtype native leaves them"
+            return f"float32, {sizes}; --weights-dtype native keeps them as stored"
         if self.packs:
             rows = "24 bits" if self.exact else "16 bits"
-            other = "" if self.choice != "auto" else "; --weights-dtype float32 widens them"
-            return f"codes multiplied directly, by activations in {rows}{other}"
+            other = "" if self.choice != "auto" else "; --weights-dtype float32 converts them"
+            return f"packed (multiplied as stored), with activations in {rows}{other}"
         if self.choice == "native" or not devices.current().facts.slow_half:
             return None
         return (
-            f"as they come, slow on a CPU: in float32 ({sizes}) they would leave less than a "
-            f"quarter of the memory limit; raise it, or take --weights-dtype float32"
+            f"native, which is slow on a CPU: in float32 ({sizes}) they would leave less than a "
+            f"quarter of the memory limit; raise it, or use --weights-dtype float32"
         )
 
 
 def model_bytes(model: nn.Module) -> tuple[int, int]:
-    """Return the bytes of a model's weights, native and in float32, without evaluating them."""
+    """Return the bytes of a model's weights as stored and in float32, without evaluating them."""
     arrays: dict[str, mx.array] = dict(_flat(model))
     modules = _modules(model)
     wide_bytes = 0
@@ -132,13 +132,15 @@ def widen(
     model: nn.Module,
     dense: Callable[[nn.Module], nn.Module | None],
     leaves: Callable[[nn.Module], bool] = lambda module: False,
+    read: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Convert a model's weights to float32 one by one, so that only one is held twice.
+    """Convert a model's weights to float32 one by one, so that only one is in memory twice.
 
     Args:
-        model: model, changed in place.
-        dense: returns the module to replace a quantized one with; None to keep its codes.
-        leaves: whether a quantized module is left as it is.
+        model: the model, changed in place.
+        dense: function that returns a dense replacement for a quantized module; None to keep it.
+        leaves: function that returns whether a quantized module is left unchanged.
+        read: function called with a quantized module's name before its codes are used.
     """
     left: set[str] = set()
     for name, module in _modules(model).items():
@@ -149,6 +151,7 @@ def widen(
             continue
         full = dense(module)
         if full is not None:
+            read(name)
             full.weight = _numbers(module)
             if "bias" in module:
                 full.bias = module.bias

@@ -2,9 +2,9 @@
 
     tokens --hash_blocks--> chain of keys --PrefixTree.match--> path of nodes
 
-`block_hashes` hashes blocks, `tree` stores and looks up nodes, `policy` rates them, and `eviction`
-orders them. `prefixes` bounds the tree by a ledger and shares it among sequences, and `divergence`
-explains why a prompt matches no further.
+`block_hashes` hashes blocks, `tree` stores and finds nodes, `policy` values them, and `eviction`
+orders them. `prefixes` keeps the tree within a ledger and shares it among sequences, and
+`divergence` explains why a prompt matches no further.
 """
 
 from penstock.prefix.block_hashes import as_tokens, hash_blocks, root_hash

@@ -1,4 +1,4 @@
-"""Memory outside the prefix tree but in its ledger, which the tree can reclaim."""
+"""Memory outside the prefix tree, in the same ledger, that can be freed before or after nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.prefix.node import Node, S
 
 
 class Yielding(Protocol):
-    """Memory outside the tree that the tree can reclaim."""
+    """Memory outside the tree that can be freed on demand."""
 
     @property
     def nbytes(self) -> int: ...
@@ -32,7 +32,7 @@ class Relief(Protocol[S]):
         """Lower bound of the bytes that can be freed from pinned nodes."""
 
     def is_useless(self, node: Node[S]) -> bool:
-        """Return whether an unpinned leaf is useless to any sequence."""
+        """Return whether no sequence can resume from an unpinned leaf."""
 
 
 class NoRelief:
@@ -46,20 +46,20 @@ class NoRelief:
 
 
 class Beside(Generic[S]):
-    """Reclaimable memory beside a tree, and listeners to its evictions.
+    """Registry of memory outside a tree that can be freed, and of listeners to evictions.
 
-    Created before the tree; parts that need the tree register afterwards.
+    Created before the tree; components that need the tree register themselves later.
     """
 
     def __init__(self) -> None:
         self.first: list[Yielding] = []
-        """Shrunk in order, before the relief."""
+        """Shrunk in order, before `relief` is called."""
         self.relief: Relief[S] = NoRelief()
-        """Called before a node is evicted."""
+        """Called after `first`, before nodes are evicted."""
         self.last: list[Yielding] = []
         """Shrunk in order, after all unpinned nodes have been evicted."""
         self.evicting: list[Callable[[Node[S]], object]] = []
-        """Callbacks with a node before it is evicted; they must not change the tree."""
+        """Called with a node before it is evicted; they must not change the tree."""
 
     @property
     def nbytes(self) -> int:

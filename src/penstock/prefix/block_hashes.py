@@ -1,8 +1,8 @@
 """Chained hashes of the whole blocks of a prompt: equal hashes mean equal prefixes.
 
-A block hash is computed over the hash before it and the block's own tokens. It stands for the block
-*and* everything before it. The chain starts at `root_hash`, which stands for the fingerprint
-of the model and the tenant's salt: these must be equal, too.
+A block hash is computed over the hash before it and the block's own tokens. It identifies the block
+*and* everything before it. The chain starts at `root_hash`, computed from the fingerprint of the
+model and the tenant's salt, so these must be equal, too.
 
 Hashes are 128 bits of BLAKE2b and are trusted without comparing tokens. An attacker could try to
 read another tenant's KV with a crafted prompt, so the hash must resist a search for collisions
@@ -34,8 +34,8 @@ Tokens: TypeAlias = Sequence[int] | NDArray[Any]
 def root_hash(fingerprint: bytes | str, salt: bytes | str = b"") -> bytes:
     """Return the hash before the first block.
 
-    Tenants with different salts share nothing and learn nothing about each other's prompts; the
-    empty salt is a tenant of its own.
+    Tenants with different salts share nothing and learn nothing about each other's prompts. The
+    empty salt is a tenant like any other.
 
     >>> root_hash("model", "a") == root_hash("model", "b")
     False
@@ -48,7 +48,7 @@ def root_hash(fingerprint: bytes | str, salt: bytes | str = b"") -> bytes:
 
 
 def as_tokens(tokens: Tokens) -> TokenArray:
-    """Return tokens as a (n,) uint32 array, perhaps a view; raises TypeError or ValueError."""
+    """Return tokens as a (n,) uint32 array, possibly a view; raises TypeError or ValueError."""
     if isinstance(tokens, np.ndarray):
         return _from_array(tokens)
     try:
@@ -107,14 +107,14 @@ def partial_hash(tokens: Tokens, root: bytes) -> bytes:
 
 
 def checkpoint_hash(block_hash: bytes) -> bytes:
-    """Hash the recurrent states after the block of `block_hash`."""
+    """Return the key of the recurrent states after the block with `block_hash`."""
     return blake2b(block_hash, digest_size=HASH_BYTES, person=b"penstock states").digest()
 
 
 def is_hash_of(key: bytes, parent: bytes, tokens: TokenArray | None, blocks: int = 1) -> bool:
     """Return whether `key` is the hash of the last block of `tokens` after `parent`.
 
-    Without tokens, whether it is the hash of the checkpoint there.
+    If `tokens` is None, return whether `key` is the key of the checkpoint after `parent`.
     """
     if tokens is None:
         return key == checkpoint_hash(parent)

@@ -1,11 +1,11 @@
 """Checkpoints of recurrent states at block boundaries, from which sequences can resume.
 
     prefill ──> a chunk ends at a boundary ──> capture ──┐
-    decode  ──> a block is full ────────────> capture ──┴──> thin: ever wider into the past
-    match   ──> the deepest checkpoint of the path: tokens behind it are computed again
+    decode  ──> a block is full ────────────> capture ──┴──> thin: sparser towards the start
+    match   ──> the deepest checkpoint of the path: tokens after it are recomputed
 
-A state is valid at exactly one boundary, is owned by the node there and evicted with it. It is
-shared without a copy: a sequence that resumes from it computes new arrays.
+A state is valid at exactly one boundary. It belongs to the node that contains the boundary, and is
+evicted with it. It is shared without copying: a sequence that resumes from it computes new arrays.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from penstock.prefix.prefixes import Prefixes
 SHARE = 0.25
 """Maximum bytes of a path's checkpoints, relative to its KV."""
 TURN_ENDS = 2
-"""Number of newest turn ends of a path that always keep their checkpoint."""
+"""Number of latest turn ends of a path whose checkpoints are always kept."""
 LEAST = 4
-"""Minimum number of checkpoints allowed per path, however small its KV."""
+"""Number of checkpoints that a path may always have, however small its KV."""
 NEAR = 4
 """Distance from a path's end, in spacings, within which every boundary may keep a checkpoint."""
 
@@ -32,7 +32,7 @@ Path = Sequence[Node[Segment]]
 
 
 class Checkpoints:
-    """Captures and evicts the checkpoints of a tree. Engine thread only."""
+    """Captures and evicts the checkpoints of a tree. Not thread-safe: used by the engine thread."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Checkpoints:
         self._spacing_tokens = spacing_tokens or span_tokens(prefixes.block_size)
 
     def capture(self, path: Path, position: int, state: RecurrentState, *, turn_end: bool) -> bool:
-        """Store the states after `position` tokens; return whether they are stored."""
+        """Store the states after `position` tokens; return False if they could not be stored."""
         node = next(
             (candidate for candidate in path if candidate.start < position <= candidate.end), None
         )
@@ -70,7 +70,7 @@ class Checkpoints:
         return False
 
     def end_turn(self, path: Path, position: int) -> int:
-        """Mark the deepest checkpoint up to `position` as a turn's end; return its position."""
+        """Mark the last checkpoint up to `position` as a turn's end; return its position or 0."""
         for node in reversed(path):
             for checkpoint in st.before(node.segment.checkpoints, position - node.start):
                 if not checkpoint.turn_end:
@@ -83,7 +83,7 @@ class Checkpoints:
         """Evict checkpoints of a path closer together than `retained` allows."""
         filed = [(node, checkpoint) for node in path for checkpoint in node.segment.checkpoints]
         places = [node.start + checkpoint.offset for node, checkpoint in filed]
-        # Where branches part, every one of them begins.
+        # Every branch resumes at its branch point.
         fixed = {node.end for node in path if len(node.children) > 1}
         ends = [p for p, (_, checkpoint) in zip(places, filed, strict=True) if checkpoint.turn_end]
         fixed |= set(sorted(p for p in ends if p <= tip)[-TURN_ENDS:])
@@ -115,7 +115,7 @@ class Checkpoints:
 
 
 def resume(path: Path, most_tokens: int) -> tuple[int, RecurrentState | None]:
-    """Return the deepest position up to `most_tokens` with a checkpoint, and its states."""
+    """Return the last checkpoint's position up to `most_tokens`, and its states; else 0, None."""
     for node in reversed(path):
         for checkpoint in st.before(node.segment.checkpoints, most_tokens - node.start):
             return node.start + checkpoint.offset, RecurrentState(checkpoint.states, exclusive=True)
@@ -132,8 +132,8 @@ def retained(
     """Select the checkpoints of a path to keep, increasingly sparse towards the start.
 
     At a distance of d spacings from the end, checkpoints at multiples of 2^k spacings stay, with
-    2^k at most d / NEAR. So a dropped place is never needed again as the path grows. If more than
-    `limit` are left, distances count twice, four times ...
+    2^k at most d / NEAR. So a position dropped once is never selected again as the path grows.
+    While more than `limit` are left, distances are doubled.
     """
     last = max((place for place in places if place <= tip), default=None)
     always = {place for place in places if place in fixed or place == last or place > tip}
@@ -150,5 +150,5 @@ def retained(
 
 
 def _spacing(tokens: int, least_tokens: int) -> int:
-    """Return the distance between two checkpoints this far from the end."""
+    """Return the spacing of checkpoints at a distance of `tokens` from the end."""
     return least_tokens << max(0, (tokens // (NEAR * least_tokens)).bit_length() - 1)

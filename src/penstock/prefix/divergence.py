@@ -53,7 +53,7 @@ def tokens_held_at(
     block_hashes: Sequence[bytes],
     salt: str = "",
 ) -> TokenArray:
-    """Return the tokens of the nearest cached prompt from a position on."""
+    """Return the tokens of the nearest cached prompt from `position`; empty if there is none."""
     match, values = prefixes.match(block_hashes), as_tokens(tokens)
     rest, common = values[match.tokens :], position - match.tokens
     runs = _continuations(prefixes, match, prefixes.root(salt))
@@ -63,7 +63,7 @@ def tokens_held_at(
 def _nearest(
     prefixes: Prefixes[S], match: Match[S], rest: TokenArray, root: bytes
 ) -> tuple[int, int | None]:
-    """Return how many more tokens the best branch shares with `rest`, and its next token."""
+    """Return the number of tokens that the best branch shares with `rest`, and its next token."""
     common, beyond = 0, None
     for run in _continuations(prefixes, match, root):
         same = _common_tokens(run, rest)
@@ -76,7 +76,7 @@ def _nearest(
 def _continuations(prefixes: Prefixes[S], match: Match[S], root: bytes) -> list[TokenArray]:
     """Return the tokens that follow the match in the tree, one array per branch.
 
-    Only those under this root: another tenant's tokens are never revealed.
+    Only branches under `root` are returned: another tenant's tokens are never revealed.
     """
     size = prefixes.block_size
     if match.ends_inside:

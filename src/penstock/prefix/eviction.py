@@ -1,4 +1,4 @@
-"""Eviction order: a queue that finds the node of least worth in O(log n) as worths change."""
+"""Eviction order: a priority queue that finds the least valuable node in O(log n)."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from penstock.prefix.node import Node, S
 from penstock.prefix.policy import Policy
 
 HELD_WORTH = 2.0**30
-"""Worth added to held nodes: more than any use, and small enough that the worths of two held nodes
-still differ after a second."""
+"""Value added to held nodes: more than any uses add. Floats still distinguish two held nodes
+that were used a second apart."""
 ROUNDING = 1e-6
-"""Difference of two worths of one node that counts as rounding error."""
+"""Difference of two values of one node that counts as rounding error."""
 
 
 class EvictionQueue:
-    """Heap of ids by worth. An id whose worth has risen is requeued when it surfaces.
+    """Heap of ids by value. An id whose value has risen is requeued when it reaches the top.
 
     Stores only numbers, so it keeps no removed node alive.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int]] = []
-        self._queued: dict[int, float] = {}  # id -> the worth of its one valid entry
+        self._queued: dict[int, float] = {}  # id -> value in its one valid entry
 
     def __contains__(self, item: int) -> bool:
         return item in self._queued
@@ -33,7 +33,7 @@ class EvictionQueue:
         return self._queued.get(item)
 
     def offer(self, item: int, worth: float) -> None:
-        """Queue `item`, unless it is queued at this worth or less."""
+        """Queue `item`, unless it is already queued at this value or less."""
         queued = self._queued.get(item)
         if queued is not None and queued <= worth:
             return
@@ -47,10 +47,10 @@ class EvictionQueue:
             heapify(self._heap)
 
     def first(self, worth_of: Callable[[int], float | None]) -> int | None:
-        """Return the id of least worth, leaving it queued; None if the queue is empty.
+        """Return the least valuable id, leaving it queued; None if the queue is empty.
 
-        `worth_of` returns the current worth of an id, or None if it must not be evicted now; it
-        then leaves the queue until it is offered again.
+        `worth_of` returns the current value of an id, or None if it must not be evicted now; the id
+        is then removed from the queue until it is offered again.
         """
         while self._heap:
             worth, item = self._heap[0]
@@ -74,7 +74,7 @@ class EvictionOrder(Generic[S]):
         self.policy = policy
         self._nodes = nodes
         self._queue = EvictionQueue()
-        self._holds = EvictionQueue()  # of held nodes, by when it ends
+        self._holds = EvictionQueue()  # held nodes, by the end of the hold
 
     def worth(self, node: Node[S]) -> float:
         worth = self.policy.worth(node.heat, node.start, node.end, node.segment.nbytes)
@@ -93,7 +93,7 @@ class EvictionOrder(Generic[S]):
         self._holds.drop(node.id)
 
     def hold(self, node: Node[S], until_seconds: float) -> None:
-        """Evict a node after all others until `until_seconds`, or until a later existing end."""
+        """Evict a node last until `until_seconds`, or until the end of a longer existing hold."""
         until = node.held_until_seconds
         node.held_until_seconds = until_seconds if until is None else max(until, until_seconds)
         self._holds.offer(node.id, node.held_until_seconds)

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 Why: TypeAlias = Literal["limit", "pressure", "cleared", "lost"]
 """Cause of an eviction: the memory limit, memory pressure, a request to clear the cache, or the
-loss of KV held only in a cold tier."""
+loss of KV stored only in a cold tier."""
 
 CAUSES: dict[Why, str] = {
     "limit": "to stay inside the memory limit of {limit}; raise memory_limit (--memory-limit) to "
@@ -31,7 +31,7 @@ class Eviction(NamedTuple):
 
 
 class EvictionLog:
-    """Log of the last `capacity` evicted blocks: time and cause."""
+    """Log of the time and cause of the last `capacity` evicted blocks."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -39,7 +39,7 @@ class EvictionLog:
 
     @property
     def nbytes(self) -> int:
-        """Upper bound of the log's Python overhead in bytes, to be counted once."""
+        """Upper bound of the log's size in bytes."""
         return EVICTION_BYTES * self.capacity
 
     def note(self, block_hashes: Sequence[bytes], at_seconds: float, why: Why) -> None:
@@ -61,7 +61,7 @@ class EvictionLog:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Length of a prompt's match, and the reason why it is no longer."""
+    """Length of a prompt's cached prefix, and the reason why it is not longer."""
 
     prompt_tokens: int
     held_tokens: int

@@ -36,20 +36,20 @@ class TreeSegment(Protocol):
 
 S = TypeVar("S", bound=TreeSegment)
 
-# As tracemalloc sees them, entries of the eviction queue included, for a node in the middle of
-# a path; a leaf costs 200 bytes less, which is left in as reserve.
+# Measured by tracemalloc, including entries of the eviction queue, for a node in the middle of a
+# path; a leaf takes 200 bytes less, which serve as a reserve.
 NODE_BYTES = 900
 BLOCK_BYTES = 57
 
 
 def index_bytes(blocks: int, block_size: int, nodes: int = 1) -> int:
-    """Return the bytes of Python objects for blocks and nodes, without segments."""
+    """Return the bytes of the Python objects of blocks and nodes, excluding segments."""
     return NODE_BYTES * nodes + (BLOCK_BYTES + 4 * block_size) * blocks
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True, kw_only=True)
 class Node(Generic[S]):
-    """Node of whole blocks after its parent's, or a partial block. Changed only by the tree."""
+    """Node of the blocks that follow its parent's, or a partial block. Changed only by the tree."""
 
     id: int
     parent: Node[S] | None
@@ -58,16 +58,16 @@ class Node(Generic[S]):
     tokens: TokenArray
     segment: S
     start: int
-    """Number of tokens before this node's."""
+    """Number of tokens before this node's first."""
     children: dict[bytes, Node[S]] = field(default_factory=dict)
     pins: int = 0
     """Number of pins on this node or its descendants."""
     hits: int = 0
     last_used_seconds: float
     heat: float
-    """Sum of the decayed uses, as the policy computes it."""
+    """Logarithm of the decayed number of uses, as the policy computes it."""
     held_until_seconds: float | None = None
-    """End of its hold on the tree's clock; it is evicted last until then. None without a hold."""
+    """Time on the tree's clock until which the node is evicted last; None if it is not held."""
     held_bytes: int = 0
     """Bytes of segment and index, as the tree counts them."""
     partial: bool = False
@@ -83,7 +83,7 @@ class Node(Generic[S]):
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of a copy of its KV; checkpoints are shared."""
+        """Bytes of a copy of the node's KV; checkpoints are not copied."""
         return self.segment.nbytes - self.segment.checkpoint_nbytes
 
     def path(self) -> tuple[Node[S], ...]:
@@ -105,7 +105,7 @@ class NodeView:
     pins: int
     hits: int
     idle_seconds: float
-    """Seconds since the last read, or since the insertion."""
+    """Seconds since the last use, or since the insertion."""
     held_seconds: float
     tokens: tuple[int, ...]
     """The first `VIEW_TOKENS` tokens."""
@@ -144,7 +144,7 @@ class Match(Generic[S]):
     """Nodes of which at least the first block matched."""
     tokens: int
     blocks_in_last: int
-    """Blocks of the last node that matched; 0 if there is none."""
+    """Number of blocks of the last node that matched; 0 for an empty path."""
 
     @property
     def ends_inside(self) -> bool:

@@ -1,4 +1,4 @@
-"""Worth of a node: expected prefill seconds saved, per byte.
+"""Value of a node: expected prefill seconds saved, per byte.
 
 Each use of a node saves its prefill. The number of future uses is estimated from past ones, which
 lose half of their weight after every half life:
@@ -6,8 +6,8 @@ lose half of their weight after every half life:
     uses(t)  =  sum over uses at t_i of 2 ^ -((t - t_i) / half life)
     value(t) =  uses(t) x prefill seconds / bytes
 
-All values halve at the same rate, so their order changes only at a use. A node keeps the logarithm
-of its value without the common factor, which never has to be brought up to date:
+All values halve at the same rate, so their order changes only at a use. A node stores the logarithm
+of its value without the common factor, which never needs an update:
 
     heat  =  log2 sum 2 ^ (t_i / half life)
     worth =  heat + log2(prefill seconds / bytes)
@@ -15,11 +15,11 @@ of its value without the common factor, which never has to be brought up to date
 A short half life approaches LRU, an infinite one LFU (LRFU, Lee et al. 2001). There are two
 extensions, both measured (docs/prefix.md):
 
-- The heat of evicted nodes is remembered for a while, so that a prompt that returns
-  a little too late is known at its second visit. Small caches need this most.
+- The heat of evicted nodes is remembered for a while, so that a prompt that returns shortly after
+  its eviction keeps its earlier uses. Small caches need this most.
 - The larger the cache, the less earlier uses count. A large cache keeps nodes for two half lives
-  after their last use, so a prompt that returns in time is found anyway. Room given to a once
-  popular prompt is room lost: there, the last use alone decides.
+  after their last use, so a prompt that returns in time is still cached, and keeping once popular
+  prompts longer would waste memory. There, only the last use counts.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ COLD = -inf
 
 
 class Policy(Protocol):
-    """Orders nodes for eviction, least worth first. Owned by one tree; reads no clock.
+    """Values nodes for eviction, least valuable first. Owned by one tree; reads no clock.
 
-    The worth of a node changes only at a use, a split or a merge.
+    The value of a node changes only at a use, a split or a merge.
     """
 
     @property
     def nbytes(self) -> int:
-        """Upper bound of the policy's own bytes, counted once."""
+        """Upper bound of the policy's own size in bytes."""
 
     def used(self, heat: float, now_seconds: float) -> float: ...
     def joined(self, heat: float, nbytes: int, other: float, other_nbytes: int) -> float: ...
@@ -61,7 +61,7 @@ class Policy(Protocol):
         """Remember the heat of an evicted node, whose first block is `key`."""
 
     def recall(self, key: bytes) -> float:
-        """Return the heat of a node at its eviction, or COLD, and forget it."""
+        """Return the heat of a node at its eviction, and forget it; COLD if not remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class HalfLife:
         self.cost = cost or PrefillCost()
         self.remembered_nodes = remembered_nodes
         self._now_seconds = -inf
-        self._idle_seconds = inf  # nothing was evicted: no cache could be larger
+        self._idle_seconds = inf  # nothing evicted yet, as in an unlimited cache
         self._remembered: OrderedDict[bytes, float] = OrderedDict()  # in order of evicting
 
     @property
@@ -108,7 +108,7 @@ class HalfLife:
 
     @property
     def most_added(self) -> float:
-        """Half lives by which earlier uses prolong a stay; fewer, the longer nodes are idle."""
+        """Half lives by which earlier uses prolong a node's stay; fewer as nodes idle longer."""
         idle = self._idle_seconds / self.half_life_seconds
         return MOST_ADDED * max(0.0, 1 - idle / IDLE_HALF_LIVES)
 

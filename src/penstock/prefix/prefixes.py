@@ -2,8 +2,8 @@
 
     tokens --keys--> chain --match--> path --pin--> read; follow others --insert--> commit
 
-Insertions make room first by evicting the unpinned nodes of least worth. An insertion that still
-does not fit is refused, and changes nothing.
+An insertion first makes room by evicting the least valuable unpinned nodes. If it can never fit, it
+is refused without effect.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 MAX_MERGE_TOKENS = 2_048
 BYTES_PER_REMEMBERED = 20_000
-"""Bytes of the memory limit per remembered evicted node or block, in 500 bytes."""
+"""Bytes of the memory limit per remembered eviction, which takes 500 bytes (node and block)."""
 REMEMBERED_MATCHES = 64
 """Number of cached match results, valid while the tree is unchanged."""
 
@@ -48,17 +48,17 @@ class PrefixCounts:
 
 
 def remembered_nodes(limit_bytes: int) -> int:
-    """Return the number of evicted nodes to remember in 2.5 % of a limit, at most 16,384."""
+    """Return the number of evicted nodes to remember: at most 16,384, in 2.5 % of the limit."""
     return min(REMEMBERED_NODES, limit_bytes // BYTES_PER_REMEMBERED)
 
 
 @dataclass(frozen=True, slots=True)
 class InsertResult:
     blocks_readable: int
-    """Number of whole blocks of the chain that can be read below the pin."""
+    """Number of the chain's blocks that the pinned path covers."""
     new_tokens: int
     refused: str | None = None
-    """Reason why nothing was inserted if memory is full; None if all blocks were known."""
+    """Reason why nothing was inserted; None if the blocks were inserted or already cached."""
 
 
 class Prefixes(Generic[S]):
@@ -73,11 +73,12 @@ class Prefixes(Generic[S]):
         cost: cost of a prefill, for the eviction order.
         remembered: number of evicted nodes and blocks to remember; by default
             `remembered_nodes` of the limit.
-        max_merge_tokens: maximum tokens of a merged node,
-        max_merge_bytes: or its maximum bytes, if it is at most `longer` times as long.
-        span_tokens: a node up to this length is also merged with a longer parent, if both
-            together are no longer than this.
-        beside: reclaimable memory and listeners; none by default.
+        max_merge_tokens: maximum number of tokens of a merged node.
+        max_merge_bytes: maximum bytes of a merged node with more tokens; 0 allows none.
+        longer: maximum number of tokens of such a node, in multiples of `max_merge_tokens`.
+        span_tokens: a node is also merged with a longer parent if both together have at most this
+            many tokens.
+        beside: other memory that can be freed, and listeners; none by default.
 
     Raises:
         LedgerFull, NeverFits: the empty index does not fit.
@@ -132,7 +133,7 @@ class Prefixes(Generic[S]):
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of the index with an empty tree: the log of evictions."""
+        """Bytes of an empty tree's bookkeeping: the policy and the log of evictions."""
         return self.tree.policy.nbytes + self.evictions.nbytes
 
     @property
@@ -182,7 +183,7 @@ class Prefixes(Generic[S]):
     # ---- room
 
     def make_room(self, nbytes: int, why: Why = "limit") -> bool:
-        """Evict nodes until `nbytes` are free; False, evicting none, if that is impossible."""
+        """Evict nodes until `nbytes` are free; return False and evict none if impossible."""
         short = nbytes - self.ledger.room_bytes
         beyond = short - self.evictable_bytes
         if beyond > 0 and beyond > self.pinned_relief_bytes:
@@ -190,12 +191,12 @@ class Prefixes(Generic[S]):
         return self.shrink(short, why) >= short
 
     def reserve(self, kind: Kind, nbytes: int) -> Reservation:
-        """Make room and reserve `nbytes`, or raise LedgerFull or NeverFits, evicting nothing."""
+        """Make room and reserve `nbytes`; if LedgerFull or NeverFits is raised, none is evicted."""
         self.make_room(nbytes)
         return self.ledger.reserve(kind, nbytes)
 
     def shrink(self, nbytes: int, why: Why = "pressure") -> int:
-        """Evict the nodes of least worth until `nbytes` are free, or no node is left to evict."""
+        """Evict the least valuable nodes until `nbytes` are free; return the bytes freed."""
         self.tree.order.expire(self.clock())
         freed = self._beside.free_first(nbytes)
         while freed < nbytes and (node := self.tree.victim()) is not None:
@@ -216,7 +217,7 @@ class Prefixes(Generic[S]):
                 self._evict(last, why)
 
     def clear(self) -> None:
-        """Evict all unpinned nodes, and free the reclaimable memory beside the tree."""
+        """Evict all unpinned nodes, and free the other memory that can be freed."""
         while (node := self.tree.victim()) is not None:
             self._evict(node, "cleared")
         self._beside.clear()
@@ -234,15 +235,15 @@ class Prefixes(Generic[S]):
         return self.tree.pin(match.path[-1] if match.path else None, self.clock())
 
     def follow(self, pin: Pin[S], block_hashes: Sequence[bytes], blocks_done: int) -> int:
-        """Extend a pin along blocks of the chain that other sequences have committed."""
+        """Extend a pin along the chain's cached blocks; return the number of blocks it covers."""
         match = self._match_at_least(block_hashes, blocks_done)
         self._lead(pin, match.path)
         return match.tokens // self.block_size
 
     def hold(self, pin: Pin[S], tokens: int, seconds: float) -> None:
-        """Evict the nodes that start within the first `tokens` of a path last, for `seconds`.
+        """For `seconds`, evict the nodes that start in the first `tokens` of a path last.
 
-        A preference: unlike pinned nodes, they are evicted if nothing else can be.
+        Unlike pinned nodes, they are evicted if there is nothing else to evict.
         """
         until = self.clock() + seconds
         for node in pin.path:
@@ -260,13 +261,14 @@ class Prefixes(Generic[S]):
         segment: S,
         paid: Reservation,
     ) -> InsertResult:
-        """Add finished blocks below the first `blocks_done` of a path, and pin them.
+        """Insert finished blocks after the first `blocks_done` of a path, and pin them.
 
-        If others have committed the same blocks meanwhile, their nodes are pinned instead; if
-        they committed some of them, the rest is copied out of `segment` and inserted. `paid`,
-        which counts the segment, shrinks by exactly the bytes that the tree has taken over. Unless
-        refused, the caller then drops the segment, and the bytes that `paid` still counts for it.
-        A refusal changes and evicts nothing: the caller keeps and reads the blocks.
+        If other sequences have committed some of the blocks meanwhile, their nodes are pinned, and
+        only the remaining blocks are copied from `segment` and inserted. `paid` shrinks by the
+        bytes that the tree takes over. Unless refused, the caller then drops the segment and
+        releases what `paid` still counts for it.
+
+        A refusal has no effect: the caller keeps the segment and reads from it.
 
         Args:
             pin: pin of the sequence.
@@ -310,7 +312,7 @@ class Prefixes(Generic[S]):
         segment: S,
         paid: Reservation,
     ) -> Node[S] | None:
-        """Add a partial block, unpinned, below the blocks that a sequence reads; None if full."""
+        """Insert an unpinned partial block after a pin's blocks; return None if memory is full."""
         if not self._end_at(pin, blocks_done):
             return None
         known = self.tree.match_partial(pin.node, root, tokens)
@@ -335,7 +337,7 @@ class Prefixes(Generic[S]):
         return self.tree.match_partial(match.path[-1] if match.path else None, root, tokens)
 
     def use_partial(self, leaf: Node[S]) -> None:
-        """Count a read of a partial block."""
+        """Count a use of a partial block."""
         self.tree.pin(leaf, self.clock()).release()
 
     def drop_partial(self, leaf: Node[S]) -> None:
@@ -345,7 +347,7 @@ class Prefixes(Generic[S]):
             self._settle()
 
     def split(self, pin: Pin[S], match: Match[S]) -> bool:
-        """Truncate a pinned path to its match, splitting the last node if needed."""
+        """Truncate a pinned path to a match by splitting its last node; False if memory is full."""
         if not match.ends_inside:
             return True
         node = match.path[-1]
@@ -356,7 +358,7 @@ class Prefixes(Generic[S]):
         return True
 
     def tidy(self, last: Pin[S] | Node[S] | None) -> int:
-        """Merge the small nodes of a path; return the reduction in their number."""
+        """Merge small nodes of a path; return the number of nodes saved."""
         node = last.node if isinstance(last, Pin) else last
         merged = 0
         while node is not None:
@@ -375,14 +377,14 @@ class Prefixes(Generic[S]):
         return True
 
     def exchange(self, node: Node[S], make: Callable[[S], S], nbytes: int) -> bool:
-        """Replace a node's KV by another format, which sequences read from the next step on."""
+        """Replace a node's segment as of the next step; return False if `nbytes` are not free."""
         if nbytes > self.ledger.free_bytes:
             return False
         with self.ledger.reserve(Kind.BUFFERS, nbytes) as reserved:
             try:
                 self.tree.exchange(node, make(node.segment))
             finally:
-                reserved.resize(0)  # it is the node's now
+                reserved.resize(0)  # the tree counts it now
                 self._settle()
         return True
 
@@ -413,7 +415,7 @@ class Prefixes(Generic[S]):
 
     @contextmanager
     def _copying(self, nbytes: int, index_bytes: int) -> Iterator[None]:
-        """Reserve the copies of nodes while they are made, and update the totals afterwards."""
+        """Reserve memory for copies while they are made, then update the totals."""
         with self.ledger.reserve(Kind.BUFFERS, nbytes + index_bytes):
             try:
                 yield
@@ -458,7 +460,7 @@ class Prefixes(Generic[S]):
             raise ValueError(
                 f"a segment of {segment.tokens} tokens, {len(values)} tokens and "
                 f"{len(block_hashes)} keys do not make blocks of {self.block_size} "
-                f"behind block {blocks_done}"
+                f"after block {blocks_done}"
             )
         if paid.nbytes < segment.nbytes:
             raise ValueError(f"{paid} does not count the segment's {segment.nbytes} bytes")
@@ -474,7 +476,7 @@ class Prefixes(Generic[S]):
         return match
 
     def _end_at(self, pin: Pin[S], blocks: int) -> bool:
-        """Shorten a pinned path to its first blocks; False if memory for a copy is missing."""
+        """Truncate a pinned path to its first `blocks`; return False if memory is full."""
         node, end = pin.node, blocks * self.block_size
         while node is not None and node.start >= end:
             node = node.parent
@@ -500,11 +502,11 @@ class Prefixes(Generic[S]):
         segment: S,
         paid: Reservation,
     ) -> None:
-        """Insert below the pinned node, whose memory is reserved, and pin the new node."""
+        """Insert a node, whose segment `paid` counts, below the pinned node, and pin it."""
         self._index.resize(self._index.nbytes + self.index_bytes(len(block_hashes)))
         try:
             pin.extend(self.tree.insert(pin.node, block_hashes, values, segment, self.clock()))
-            # From one line of the account to another: there need not be room for both.
+            # Shrunk before the tree's reservation grows, so memory for both is not needed.
             paid.resize(paid.nbytes - segment.nbytes)
         finally:
             self._settle()

@@ -1,9 +1,9 @@
 """Radix tree of computed prefixes.
 
-A path from the root spells a prompt. Block hashes are chained (see `block_hashes`): two paths that
-agree in one block hash agree in all blocks before it. So a lookup compares one hash per
-node, and finds by bisection where the prompt leaves the last one. Hashing is linear in the length
-of the prompt, and the lookup in the number of nodes passed.
+A path from the root represents a prompt. Block hashes are chained (see `block_hashes`): two paths
+that agree in one block hash agree in all blocks before it. So a lookup compares one hash per node,
+and bisects the last node to find where the prompt diverges. Hashing is linear in the length of the
+prompt, and the lookup in the number of nodes visited.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.prefix.policy import COLD, HalfLife, Policy
 from penstock.prefix.tree_totals import TreeTotals
 
 LONGER = 4
-"""Factor on `max_merge_tokens` for nodes with few bytes, unless another is given."""
+"""Default factor on `max_merge_tokens` for nodes with few bytes."""
 
 
 class PrefixTree(Generic[S]):
@@ -36,9 +36,9 @@ class PrefixTree(Generic[S]):
     Args:
         block_size: number of tokens per block.
         policy: orders evictions, a `HalfLife` by default; not shared between trees.
-        max_merge_tokens: maximum tokens of a merged node,
-        max_merge_bytes: or its maximum bytes without checkpoints, if it is at most `longer` times
-            as long.
+        max_merge_tokens: maximum number of tokens of a merged node.
+        max_merge_bytes: maximum bytes, excluding checkpoints, of a merged node with more tokens.
+        longer: maximum number of tokens of such a node, in multiples of `max_merge_tokens`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class PrefixTree(Generic[S]):
         self.totals = TreeTotals()
         self._next_id = 0
         self.version = 0
-        """Number of changes so far; a match is valid as long as it stays the same."""
+        """Number of changes so far; a match is valid while the version is unchanged."""
 
     # ---- questions
 
@@ -136,7 +136,7 @@ class PrefixTree(Generic[S]):
         return views
 
     def can_merge(self, node: Node[S], last: Node[S] | None = None) -> bool:
-        """Return whether the nodes from `node` to `last` are small, with the same readers."""
+        """Return whether the nodes from `node` to `last` can be merged: small and pinned alike."""
         run = self._run(node, last)
         return len(run) > 1 and self._is_small(run) and all(map(_inseparable, run, run[1:]))
 
@@ -150,7 +150,7 @@ class PrefixTree(Generic[S]):
     # ---- acts
 
     def pin(self, node: Node[S] | None, now_seconds: float) -> Pin[S]:
-        """Pin a path, None for an empty one; counts a use of each of its nodes."""
+        """Pin the path to `node`, None for an empty path; counts a use of each of its nodes."""
         if node is not None:
             self._check_known(node)
         for above in upwards(node):
@@ -196,7 +196,7 @@ class PrefixTree(Generic[S]):
         """Split `node` after its first `blocks` blocks, and return the new node with these."""
         self._check_known(node)
         if not 0 < blocks < len(node.block_hashes):
-            raise ValueError(f"cannot split {len(node.block_hashes)} blocks behind block {blocks}")
+            raise ValueError(f"cannot split {len(node.block_hashes)} blocks after block {blocks}")
         split_tokens = blocks * self.block_size
         first, rest = node.segment.split(split_tokens)
         self._uncount(node)
@@ -400,7 +400,7 @@ class PrefixTree(Generic[S]):
 
 
 def _common(node_hashes: Sequence[bytes], block_hashes: Sequence[bytes], start: int) -> int:
-    """Return how many of a node's keys match the chain from `start` on; at least 1."""
+    """Return the number of a node's hashes that match the chain from `start` on; at least 1."""
     limit = min(len(node_hashes), len(block_hashes) - start)
     if node_hashes[limit - 1] == block_hashes[start + limit - 1]:
         return limit
@@ -435,14 +435,14 @@ def _check_node(node: Node[S], block_size: int) -> None:
     parent = node.parent
     count = len(node.tokens) if node.partial else len(node.block_hashes) * block_size
     if node.partial and (count >= block_size or node.children):
-        raise AssertionError(f"{node} is no partial block, or has children")
+        raise AssertionError(f"{node} is not a partial block, or has children")
     if node.start != (parent.end if parent else 0):
         raise AssertionError(f"{node} does not begin where {parent} ends")
     if not len(node.tokens) == node.segment.tokens == count > 0:
         raise AssertionError(f"{node}: {len(node.tokens)} tokens, {node.segment.tokens} held")
     if node.tokens.base is not None:
         raise AssertionError(f"{node} keeps a larger array of tokens alive")
-    # The chain's root is not known here, so the first block of all is taken on trust.
+    # The chain's root is not known here, so the hash of the first block is not checked.
     root, known = (parent.block_hashes[-1], 0) if parent else (node.block_hashes[0], 1)
     tokens = node.tokens[known * block_size :]
     if node.partial:

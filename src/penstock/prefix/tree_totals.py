@@ -18,14 +18,14 @@ class TreeTotals:
     key_index_bytes: int = 0
     """Bytes of key indexes among `nbytes`."""
     index_bytes: int = 0
-    """Python overhead of the nodes beside their segments; see also `policy.nbytes`."""
+    """Python overhead of the nodes, excluding their segments; see also `policy.nbytes`."""
     pinned_bytes: int = 0
     """Bytes of segments and index of pinned nodes."""
     partial_sizes: Counter[int] = field(default_factory=Counter)
     """Number of partial blocks, by length in tokens."""
 
     def count(self, node: Node[S], sign: int = 1) -> None:
-        """Add or subtract a node, whose bytes must not change in between."""
+        """Add a node, or subtract it with `sign` -1; its bytes must not change between the two."""
         nbytes, index_bytes = node.segment.nbytes, node.index_bytes
         node.held_bytes = nbytes + index_bytes
         self.tokens += sign * len(node.tokens)

@@ -32,7 +32,7 @@ class Volatile(NamedTuple):
 
 
 def name_volatile(held: str, given: str) -> Volatile | None:
-    """Classify the text at the first difference of two texts; None if of no known kind.
+    """Classify the text at the first difference of two texts; None if no kind matches.
 
     >>> name_volatile("Today is 2026-11-22. Hi", "Today is 2026-11-23. Hi")
     Volatile(kind='date', held='2026-11-22', given='2026-11-23')

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 MINUTE = 60.0
 ADMIN_PATHS = ("/v1/cache", "/v1/sessions", "/v1/live", "/metrics")
 """Paths to state shared by all clients; keys from the key file need `admin` for them."""
+LOADING_PATHS = re.compile(r"/v1/models/.+/(?:un)?load")
 OWN_PATHS = ("/v1/cache/explain",)
 """Exceptions to `ADMIN_PATHS`: they report on the key's own salt only."""
 SALT_END = "\x1f"
@@ -68,7 +70,7 @@ class NotAdmin(ServerError):
 
     def __init__(self) -> None:
         super().__init__(
-            "this key may not see or change what all clients share; use the key of --api-key, or "
+            "this key has no access to state shared by all clients; use the key of --api-key, or "
             "one with admin = true",
             code="not_admin",
         )
@@ -130,10 +132,10 @@ class Access(Collector):
         try:
             keys = read_keys(self._file)
         except SettingError as error:
-            logger.error("keeping the previous keys: %s", error)
+            logger.error("cannot reload the API keys, keeping the previous keys: %s", error)
         else:
             self.replace(keys)
-            logger.warning("reloaded %d keys", len(keys))
+            logger.warning("reloaded %d API keys", len(keys))
 
     def replace(self, keys: Sequence[ApiKey]) -> None:
         before, self._accounts = self._accounts, {}
@@ -231,6 +233,9 @@ def needs_admin(path: str) -> bool:
 
     >>> [needs_admin(path) for path in ("/v1/cache/tree", "/v1/cache/explain", "/v1/messages")]
     [True, False, False]
+    >>> needs_admin("/v1/models/owner/name/unload")
+    True
     """
     shared = any(path == prefix or path.startswith(f"{prefix}/") for prefix in ADMIN_PATHS)
+    shared = shared or bool(LOADING_PATHS.fullmatch(path))
     return shared and path not in OWN_PATHS

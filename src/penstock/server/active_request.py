@@ -23,6 +23,7 @@ from penstock.server.disconnect import until_gone
 from penstock.server.problems import ShuttingDown, TimedOut, TooSlow
 from penstock.server.prompt_progress import progress_of
 from penstock.server.recent import Listener, Recent
+from penstock.server.second_asking import ALONE, ASKING, GaveWay
 
 PATIENCE = 32
 """Events that may queue for a non-streaming client, since each wake-up costs engine time."""
@@ -37,7 +38,7 @@ class _Times:
 
 
 class ActiveRequest:
-    """A request in the engine; leaving it early cancels its open answers.
+    """A request in the engine; leaving its context early cancels its open answers.
 
     >>> async def texts(service, request):
     ...     async with await service.open(request, "/v1/completions") as answering:
@@ -80,6 +81,7 @@ class ActiveRequest:
         self._error: BaseException | None = None
         self._closed = False
         self._times = _Times()
+        self._asking = ASKING.get(ALONE)
 
     @property
     def answers(self) -> int:
@@ -168,8 +170,13 @@ class ActiveRequest:
         self._error = self._error or error
         self._wake.set()
 
+    def give_way(self) -> None:
+        """Fail with `GaveWay`; the client notices only if the request cannot be retried."""
+        self._asking.fails = not self._asking.has_sent
+        self.fail(GaveWay())
+
     def fail_soon(self, error: BaseException) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and its readers are gone
+        with suppress(RuntimeError):  # the loop is closed, so there are no readers
             self._loop.call_soon_threadsafe(self.fail, error)
 
     def close(self) -> None:
@@ -247,6 +254,7 @@ class ActiveRequest:
     def _note_end(self) -> None:
         recent = self.recent
         recent.seconds = time.monotonic() - self._times.started
+        recent.phases = list(self.handles[0].phases)
         if self.finishes:
             usage = self.usage()
             recent.cached_tokens = usage.cached_tokens

@@ -8,8 +8,10 @@ calls, each when it ends, and separately the events that stream their arguments.
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -38,6 +40,18 @@ class ToolCall:
     arguments: str
     """JSON object, as text."""
 
+    @property
+    def object(self) -> dict[str, Any]:
+        """Parsed arguments; text that is no JSON object is kept under the key `arguments`.
+
+        >>> ToolCall("1", "f", '{"x": 1').object
+        {'arguments': '{"x": 1'}
+        """
+        parsed = None
+        with suppress(ValueError, RecursionError):
+            parsed = json.loads(self.arguments or "{}")
+        return parsed if isinstance(parsed, dict) else {"arguments": self.arguments}
+
 
 @dataclass(frozen=True, slots=True)
 class Delta:
@@ -53,9 +67,10 @@ class Delta:
 class Reader:
     """Incremental parser of one answer; holds back text that may begin a tag.
 
-    Without `tools`, calls are plain text. `reasoning`: the prompt ends inside the model's
-    reasoning. Unless `parallel`, only the first call is kept.
-
+    Args:
+        tools: tools that the model may call; without any, calls are plain text.
+        reasoning: whether the prompt ends inside the model's reasoning.
+        parallel: whether to keep more than the first call.
     """
 
     def __init__(

@@ -14,10 +14,10 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import FrameType
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import uvicorn
 from fastapi import APIRouter, FastAPI
@@ -29,6 +29,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.config import LOGGING_CONFIG
 
 from penstock import __version__
 from penstock.config import LOOPBACK_HOSTS, ServerSettings
@@ -37,11 +38,14 @@ from penstock.server import cache_routes, live, metrics, reference, sessions, to
 from penstock.server.access import CLIENT, KEY_HOLDER, Access, checked
 from penstock.server.anthropic import messages
 from penstock.server.connections import Connections
+from penstock.server.decisions import decision_routes
+from penstock.server.ollama import ollama_routes
 from penstock.server.openai import openai_routes, responses
 from penstock.server.paths import Paths, served_methods, unserved
 from penstock.server.problems import (
     FROM_ANTHROPIC,
     REQUEST_ID,
+    TRACEPARENT,
     ServerError,
     ShuttingDown,
     problem_of,
@@ -73,10 +77,38 @@ class Health(BaseModel):
 
     status: Literal["ok", "draining", "dead"]
     model: str
+    models: list[str]
     open_requests: int
 
 
+class ServedByApp(Protocol):
+    """Interface of what a process serves: one model (`Service`), or several (`SeveralModels`)."""
+
+    draining: bool
+    died: list[Callable[[], None]]
+
+    @property
+    def settings(self) -> ServerSettings: ...
+    @property
+    def model_names(self) -> list[str]: ...
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def open_requests(self) -> int: ...
+    def drain(self, timeout_seconds: float) -> bool: ...
+    def cancel_all(self) -> None: ...
+    def fail_all(self, error: BaseException) -> None: ...
+
+
 def create_app(service: Service) -> FastAPI:
+    app = routes_app(service, live.Pulse(service))
+    guard(app, service.settings, service.access, service.memory)
+    return app
+
+
+def routes_app(service: Service, pulse: live.Pulse) -> FastAPI:
+    """Return the application of one model without middlewares."""
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         watching = asyncio.create_task(service.watch())
@@ -84,26 +116,32 @@ def create_app(service: Service) -> FastAPI:
         watching.cancel()
         service.close()
 
+    modules = (
+        *(openai_routes, responses, messages, decision_routes, ollama_routes, tokenize_routes),
+        *(cache_routes, sessions, metrics),
+    )
+    routers = [health_router(service), *(module.router(service) for module in modules)]
+    return app_of([*routers, live.router(service, pulse)], lifespan)
+
+
+def app_of(
+    routers: Sequence[APIRouter], lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]
+) -> FastAPI:
     app = FastAPI(
         title="penstock",
         version=__version__,
         summary="Language models inside a fixed amount of memory",
         lifespan=lifespan,
-        docs_url=None,  # the default pages load their scripts from elsewhere
+        docs_url=None,  # the default pages load scripts from other hosts
         redoc_url=None,
     )
     for error in (HTTPException, RequestValidationError, PenstockError):
         app.add_exception_handler(error, _respond)
-    modules = (
-        *(openai_routes, responses, messages, tokenize_routes),
-        *(cache_routes, sessions, metrics, live),
-    )
-    routers = [_health(service), *(module.router(service) for module in modules)]
+    routers = [*routers, live.page_router()]
     for router in routers:
         app.include_router(router)
     app.state.served = served_methods(routers)
     reference.add_reference(app)
-    _guard(app, service.settings, service.access, service.memory)
     return app
 
 
@@ -111,18 +149,19 @@ def _respond(http: HttpRequest, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         error = unserved(http, error, http.app.state.served)
     problem = problem_of(error)
-    if problem.status >= 500 and problem.status != 503:  # a refusal is no fault
-        logger.error("%s failed: %s", http.url.path, type(error).__name__)
+    if problem.status >= 500 and problem.status != 503:  # 503 is a refusal, not a fault
+        logger.error("request to %s failed with %s", http.url.path, type(error).__name__)
         logger.debug("traceback of the error above", exc_info=error)
     return response_for(http.url.path, error)
 
 
-def _health(service: Service) -> APIRouter:
+def health_router(service: ServedByApp) -> APIRouter:
     router = APIRouter(tags=["health"])
 
     def state(status: Literal["ok", "draining", "dead"]) -> JSONResponse:
+        names = service.model_names
         report = Health(
-            status=status, model=service.model_name, open_requests=service.open_requests
+            status=status, model=names[0], models=names, open_requests=service.open_requests
         )
         return JSONResponse(report.model_dump(), 200 if status == "ok" else 503)
 
@@ -144,7 +183,7 @@ def _health(service: Service) -> APIRouter:
 # ---- the middlewares
 
 
-def _guard(app: FastAPI, settings: ServerSettings, access: Access, memory: PromptMemory) -> None:
+def guard(app: FastAPI, settings: ServerSettings, access: Access, memory: PromptMemory) -> None:
     app.add_middleware(Body, settings=settings, memory=memory)
     if access.needed:
         app.add_middleware(Key, access=access)
@@ -178,6 +217,7 @@ class RequestId:
         name = client_id if self.PLAIN.fullmatch(client_id) else f"req_{uuid.uuid4().hex}"
         scope.setdefault("state", {})["request_id"] = name
         REQUEST_ID.set(name)
+        TRACEPARENT.set(Headers(scope=scope).get("traceparent", ""))
         CLIENT.set(scope["client"][0] if scope.get("client") else "")
         FROM_ANTHROPIC.set("anthropic-version" in Headers(scope=scope))
 
@@ -185,7 +225,7 @@ class RequestId:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = name
-                headers["request-id"] = name  # as Anthropic's clients look for it
+                headers["request-id"] = name  # the header that Anthropic's clients read
             await send(message)
 
         return await self.app(scope, receive, named)
@@ -236,7 +276,7 @@ class OwnHost:
         if scope["type"] == "http" and not _names_loopback(Headers(scope=scope).get("host", "")):
             error = ServerError(
                 "without an API key the server answers only requests to localhost; start it "
-                "with --api-key, or ask for http://127.0.0.1",
+                "with --api-key, or use http://127.0.0.1",
                 status=403,
                 code="foreign_host",
             )
@@ -250,7 +290,7 @@ def _names_loopback(host: str) -> bool:
     >>> [_names_loopback(h) for h in ("localhost:8080", "[::1]:8080", "a.example", "")]
     [True, True, False, True]
     """
-    if not host:  # HTTP/1.0, which no browser speaks
+    if not host:  # HTTP/1.0, which browsers do not use
         return True
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     return name.lower() in LOOPBACK_HOSTS
@@ -259,7 +299,7 @@ def _names_loopback(host: str) -> bool:
 class Key:
     """Middleware that requires a key, except for paths that reveal nothing about requests.
 
-    A fleet's proxy has checked the key already, and puts its holder into the scope's state.
+    A proxy that has already checked the key passes its holder in the scope's state.
     """
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
@@ -305,10 +345,10 @@ class Server(uvicorn.Server):
     `HURRIED_FLUSH_SECONDS`. Third: stop at once.
     """
 
-    def __init__(self, service: Service, **settings: Any) -> None:
+    def __init__(self, service: ServedByApp, app: ASGIApp, **settings: Any) -> None:
         self.service = service
         config = uvicorn.Config(
-            create_app(service),
+            app,
             host=service.settings.host,
             port=service.settings.port,
             log_level="warning",
@@ -317,6 +357,7 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=FLUSH_SECONDS,
             http=cast(Any, Connections(service.settings)),
             ws="none",
+            log_config=None if service.settings.log_format == "json" else LOGGING_CONFIG,
             **settings,
         )
         super().__init__(config)
@@ -347,7 +388,7 @@ class Server(uvicorn.Server):
         try:
             if not self._drained():
                 service.cancel_all()
-            self._all_read(TAIL_SECONDS)  # not after a long step, or by readers that do not read
+            self._all_read(TAIL_SECONDS)  # in vain after a long step, or if clients do not read
         finally:
             self._end_open()
 
@@ -355,12 +396,12 @@ class Server(uvicorn.Server):
         """End open requests with an error, and stop once clients have read it."""
         self.service.fail_all(ShuttingDown())
         self._all_read(GOODBYE_SECONDS)
-        self.should_exit = True  # which cuts off the streams that are open
+        self.should_exit = True  # cuts off open streams
 
     def _drained(self) -> bool:
         try:
-            return self.service.engine.drain(self.service.settings.drain_timeout_seconds)
-        except TimeoutError:  # a step that takes too long
+            return self.service.drain(self.service.settings.drain_timeout_seconds)
+        except TimeoutError:  # a step took too long
             return False
 
     def _all_read(self, seconds: float) -> bool:

@@ -11,7 +11,7 @@ NAME_BYTES = 100
 
 _WIDE_ESCAPE = re.compile(rb"\\u[dD][89abAB]")
 _ESCAPE_BYTES = 3
-"""Bytes of such an escape, except the last one."""
+"""Length of a match of `_WIDE_ESCAPE`, less one: bytes kept in case a part splits an escape."""
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 _NOT_WIDE = bytes(range(0xF0))
 

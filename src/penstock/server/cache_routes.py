@@ -190,7 +190,7 @@ def _read(service: Service, question: ExplainRequest) -> tuple[tuple[int, ...], 
 
 
 def tokens_of(service: Service, question: ExplainRequest) -> tuple[int, ...]:
-    """Return a prompt by which KV is found, with words of its images' keys."""
+    """Tokenize a prompt as the cache is keyed: image tokens are replaced by the image's key."""
     if question.messages is not None:
         salt = question.cache_salt or ""
         prompt = service.prompts.render(question.messages, question.tools, salt=salt)
@@ -208,7 +208,7 @@ NO_OPENING = Opening("", "")
 def rewritten_in_front(
     prompts: Prompts, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
 ) -> str | None:
-    """Describe the text that the template rewrites before a conversation's last answer."""
+    """Describe the text that the template rewrites before the last answer; None if none."""
     answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
     if not answers or not answers[-1]:
         return None

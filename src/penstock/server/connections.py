@@ -71,9 +71,9 @@ class Connections:
         self.spare.pop(connection, None)
 
     def refuses(self, connection: Connection) -> bool:
-        """Return whether a connection beyond the limit may only ask for the paths in `ALWAYS`.
+        """Return whether a connection is over the limit, so that only `ALWAYS` is served.
 
-        Counts it as an ordinary one as soon as there is room.
+        It becomes an ordinary connection once others have closed.
         """
         if connection in self.spare and len(connection.connections) <= self.limit:
             self.closed(connection)
@@ -120,7 +120,7 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
-    # ---- bounds of time
+    # ---- timeouts
 
     def _wait(self, seconds: float | None) -> None:
         """Restart the timer for the client's next bytes; None stops it."""
@@ -181,7 +181,7 @@ class Connection(HttpToolsProtocol):
             self._watching.cancel()
             self._watching = None
 
-    # ---- bounds of size
+    # ---- size limits
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes, headers in small pieces; pause while many requests are pending."""
@@ -223,11 +223,11 @@ class Connection(HttpToolsProtocol):
         if spare and self.url.partition(b"?")[0] not in ALWAYS:
             return self._refuse(503, f"{self._shared.limit} connections are open; try again later")
         hosts = [value for name, value in self.headers if name == b"host"]
-        old = self.parser.get_http_version() == "1.0"  # which has no Host, and no browser speaks
+        old = self.parser.get_http_version() == "1.0"  # has no Host; browsers do not use it
         if len(hosts) != 1 and not (old and not hosts):
             return self._refuse(400, f"the request has {len(hosts)} Host headers; it must have one")
         if hosts and HOST.fullmatch(hosts[0]) is None:
-            return self._refuse(400, "the Host header is no host with or without a port")
+            return self._refuse(400, "the Host header is not a host with an optional port")
         super().on_headers_complete()
         if spare:
             self.cycle.keep_alive = False
@@ -247,7 +247,7 @@ class Connection(HttpToolsProtocol):
         settings = self._settings
         self._refuse(
             431,
-            f"the headers are more than {counted(settings.max_head_bytes, 'byte')} or "
+            f"the headers exceed {counted(settings.max_head_bytes, 'byte')} or "
             f"{settings.max_head_fields} fields",
         )
 

@@ -24,6 +24,7 @@ from penstock.server.answers import Delta, Reader
 from penstock.server.disconnect import until_gone
 from penstock.server.problems import Problem, dumps
 from penstock.server.prompt_progress import ping_comment
+from penstock.server.second_asking import ALONE, ASKING
 from penstock.server.service import Service
 from penstock.server.sse import Stream, error_event
 from penstock.server.tools.calls import UNENFORCED, CallGrammar, named_header
@@ -153,9 +154,15 @@ class Dialect(ABC):
         return Response(whole, headers=self.headers, media_type="application/json")
 
     async def _events(self) -> AsyncIterator[bytes]:
-        for written in self.begin():
-            yield written
+        asking = ASKING.get(ALONE)
+        if asking.has_sent:
+            for written in self.begin():
+                yield written
         async for events in self.batches():
+            if not asking.has_sent:  # until now the request can be retried
+                asking.has_sent = True
+                for written in self.begin():
+                    yield written
             written_events = self.chunk(events) if events else self.progress()
             if not self.is_long_chunk(events):
                 for written in written_events:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -16,12 +16,15 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from penstock.encoders.encoder_tokens import Truncation
 from penstock.engine.model.constraint import json_schema_grammar
 from penstock.errors import SettingError
 from penstock.server.problems import BadRequest
 from penstock.server.tools.tool_schemas import closed
 
 MOST_PROMPTS = 128
+MOST_TEXTS = 2_048
+"""Maximum number of texts in a request for embeddings or scores, as in OpenAI's API."""
 MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 256
 MOST_NAMES = 4_096
@@ -35,7 +38,7 @@ def _text_or_list(content: Any) -> str:
 
 
 TextOrList = Discriminator(_text_or_list)
-"""Discriminator of text and list, so that errors name one form; bracketed tags are omitted."""
+"""Discriminator of text and list, so that errors concern one form; they omit bracketed tags."""
 Name = Annotated[str, Field(max_length=256)]
 Id = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
 """Token id; `Service` rejects ids outside the vocabulary."""
@@ -77,6 +80,20 @@ class RequestForm(BaseModel):
         if isinstance(body, dict) and None in body.values():
             return {name: value for name, value in body.items() if value is not None}
         return body
+
+
+TruncateForm: TypeAlias = bool | Literal["NONE", "START", "END", "none", "start", "end"]
+"""Whether and where to truncate a long text, as in text-embeddings-inference or in Cohere's API."""
+
+
+def truncation_of(value: TruncateForm | None) -> Truncation | None:
+    """Return the end to truncate; None for no truncation.
+
+    >>> truncation_of(True), truncation_of("START"), truncation_of("NONE"), truncation_of(None)
+    ('end', 'start', None, None)
+    """
+    name = ("end" if value else "none") if isinstance(value, bool) else (value or "none").lower()
+    return {"start": "start", "end": "end"}.get(name)  # type: ignore[return-value]
 
 
 def grammar_for(schema: dict[str, Any] | bool | None, param: str) -> str:

@@ -49,7 +49,7 @@ def fit(
     fitted = [dict(message) for message in messages]
     offered: list[Mapping[str, Any]] | None = list(tools) if tools else None
     if offered and not traits.tools:
-        _note(mended, "tools stand in the system message")
+        _note(mended, "tools were described in the system message")
         fitted, offered = _with_tools_described(fitted, offered), None
     fitted = _systems(traits, fitted, mended)
     if traits.calls:
@@ -112,7 +112,7 @@ def _systems(
         if alone and index == len(messages) - 1 and not traits.system_alone:
             taken = False
         if message.get("role") == "system" and not taken:
-            _note(mended, "system messages became the user's")
+            _note(mended, "system messages became user messages")
             message = {"role": "user", "content": reminder(message["content"])}
         fitted.append(message)
     return fitted
@@ -133,7 +133,7 @@ def _call_ids(
             fits = _NINE if form == "nine" else _INDEXED
             known[original] = original
             if not fits.fullmatch(original):
-                _note(mended, "ids of calls were written as the template wants them")
+                _note(mended, "call ids were rewritten in the template's format")
                 known[original] = (
                     _nine(original) if form == "nine" else f"functions.{name or 'tool'}:{count}"
                 )
@@ -176,7 +176,7 @@ def _with_arguments(
             return arguments
         if arguments in (None, "", []):
             return {}
-        _note(mended, "arguments that are no object became one")
+        _note(mended, "arguments that were no object were wrapped in one")
         return {"arguments": arguments}
 
     calls = []
@@ -193,7 +193,7 @@ def _with_calls_in_front(
     called = False
     for message in messages:
         if message.get("role") == "tool" and not called:
-            _note(mended, "results of tools without calls became the user's")
+            _note(mended, "tool results without a call became user messages")
             message = {"role": "user", "content": _result_text(message)}
         called = bool(message.get("tool_calls")) or (called and message.get("role") == "tool")
         fitted.append(message)
@@ -227,15 +227,15 @@ def _turns(
         role = message.get("role")
         before = fitted[-1] if fitted else None
         if before is not None and before.get("role") == role and not apart.get(str(role), True):
-            _note(mended, "messages of one role in a row were joined")
+            _note(mended, "consecutive messages of one role were merged")
             fitted[-1] = _joined(before, message)
             continue
         first = before is None or (before.get("role") == "system" and len(fitted) == 1)
         if role == "assistant" and first and not traits.assistant_first:
-            _note(mended, "an empty message of the user was put in front of the first answer")
+            _note(mended, "a placeholder user message was inserted before the first answer")
             fitted.append({"role": "user", "content": EMPTY_TURN})
         if not message["content"] and not message.get("tool_calls") and not traits.empty_content:
-            _note(mended, "empty messages became a sign")
+            _note(mended, "empty messages became a placeholder")
             message = {**message, "content": EMPTY_TURN}
         fitted.append(message)
     return fitted

@@ -1,4 +1,4 @@
-r"""Files of images: format and size from the header, before anything is decoded.
+r"""Image files: format and size, read from the header without decoding.
 
 >>> file_of(b"GIF89a" + bytes((3, 0, 2, 0)))
 ImageFile(data=b'GIF89a\x03\x00\x02\x00', format='GIF', width=3, height=2)
@@ -12,14 +12,14 @@ import binascii
 from penstock.models.image_reader import ImageError, ImageFile
 
 MOST_PIXELS = 40_000_000
-"""Maximum pixels of an image; a picture of a screen of 7,680 by 4,320 has 33 million."""
+"""Maximum number of pixels of an image; a screenshot of 7,680 by 4,320 has 33 million."""
 FORMATS = "PNG, JPEG, GIF and WebP"
 _FRAMES = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
-"""Markers of a JPEG's frame header, which has the size."""
+"""JPEG markers of frame headers, which contain the size."""
 
 
 def data_of(url: str) -> bytes:
-    """Return the bytes of a `data:` URL in base64; ImageError if it is none.
+    """Decode a base64 `data:` URL; ImageError if it is malformed.
 
     >>> data_of("data:image/png;base64,aGk=")
     b'hi'
@@ -38,16 +38,16 @@ def decoded(text: str) -> bytes:
 
 
 def file_of(data: bytes) -> ImageFile:
-    """Return a file with its format and size; ImageError if it is none, or has too many pixels."""
+    """Read an image's format and size; ImageError if unsupported or above `MOST_PIXELS`."""
     header = _size(data)
     if header is None:
-        raise ImageError(f"it is no image of a known format; {FORMATS} are read")
+        raise ImageError(f"it is not in a supported format; these are {FORMATS}")
     form, width, height = header
     if width < 1 or height < 1:
         raise ImageError(f"it has {width} by {height} pixels")
     if width * height > MOST_PIXELS:
         raise ImageError(
-            f"it has {width:,} by {height:,} pixels, and {MOST_PIXELS:,} are read at most: scale it"
+            f"it has {width:,} by {height:,} pixels; the maximum is {MOST_PIXELS:,}: scale it down"
         )
     return ImageFile(data, form, width, height)
 

@@ -1,7 +1,7 @@
-"""Images of a request: read from its content, put into the text of its prompt, found in the tokens.
+"""Images of a request: read from content parts, inserted into the prompt, located in its tokens.
 
-a part of content ──> bytes ──> header checked ──> placed by the model's reader
-text of the prompt: a sign of this process's own ──> the text that stands for the image
+content part ──> bytes ──> header checked ──> placed by the model's reader
+text of the prompt: placeholder ──> the model's text for the image
 tokens ──> spans
 """
 
@@ -20,21 +20,21 @@ from penstock.server.problems import BadRequest
 from penstock.server.prompt_memory import HOLD
 
 IMAGE_TYPES = ("image_url", "input_image", "image")
-"""Types of content parts with an image, in the three interfaces."""
+"""Types of image parts, in OpenAI's two formats and Anthropic's."""
 MOST_IMAGES = 128
 """Maximum images of a request, including its history."""
 BITMAP_COPIES = 2
 BITMAP_BYTES = 4
-"""Bytes of a decoded pixel, at most."""
+"""Maximum number of bytes of a decoded pixel."""
 _NONCE = secrets.token_hex(8)
-"""Part of a sign, so that no text of a client is one."""
+"""Random part of placeholders, so that no client's text contains one."""
 
 FETCHED: ContextVar[dict[str, bytes | ImageError] | None] = ContextVar("fetched", default=None)
-"""Files fetched for the current request, by address; None if nothing may be fetched."""
+"""Files fetched for the current request, by URL; None if nothing may be fetched."""
 
 
 class ImagesToFetch(Exception):
-    """Raised while a prompt is read if images must be fetched first; it is read again then."""
+    """Raised by the reader of a prompt if images must be fetched before it is read again."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         super().__init__(f"{len(urls)} images")
@@ -42,7 +42,7 @@ class ImagesToFetch(Exception):
 
 
 class PromptTokens(tuple[int, ...]):
-    """Tokens of a prompt, and the spans of them that stand for images."""
+    """Tokens of a prompt, and the spans of image tokens among them."""
 
     spans: tuple[InputSpan, ...] = ()
 
@@ -66,7 +66,7 @@ def has_images(content: Any) -> bool:
 
 
 def image_part(part: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a part that says where in the request its image stands."""
+    """Return a content part with its place in the request, for error messages."""
     return {**part, "where": where}
 
 
@@ -81,10 +81,13 @@ class Images:
     reader: ImageReader
     placed: list[PlacedImage] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    """Addresses that must be fetched first."""
+    """URLs that must be fetched first."""
 
     def sign(self, part: Mapping[str, Any], where: str) -> str:
-        """Read a part's image, and return the sign that stands for it; BadRequest if it fails."""
+        """Read a part's image and return its placeholder; BadRequest if it cannot be read.
+
+        Empty if the image must be fetched first.
+        """
         where = str(part.get("where", where))
         if len(self.placed) + len(self.missing) >= MOST_IMAGES:
             raise BadRequest(
@@ -110,11 +113,11 @@ class Images:
         if isinstance(url, Mapping):
             url = url.get("url")
         if not isinstance(url, str):
-            raise ImageError("it has neither data nor an address")
+            raise ImageError("it has neither data nor a URL")
         if url.startswith("data:"):
             return data_of(url)
         if not url.startswith(("http://", "https://")):
-            raise ImageError("it is sent as a data URL: files and ids of files are not kept here")
+            raise ImageError("send it as a data URL: files and file ids are not supported")
         fetched = FETCHED.get()
         if fetched is None:
             raise ImageError(
@@ -148,13 +151,13 @@ class Images:
     # ---- text
 
     def in_text(self, text: str) -> str:
-        """Put the images in place of their signs."""
+        """Replace the placeholders by the model's text for each image."""
         for number, image in enumerate(self.placed):
             text = text.replace(sign_of(number), image.text)
         return text
 
     def in_markers(self, text: str) -> str | None:
-        """Put the images in place of the template's own markers; None if it wrote others."""
+        """Replace the template's markers by the images' text; None if their number differs."""
         pieces = text.split(self.reader.marker)
         if len(pieces) != len(self.placed) + 1:
             return None
@@ -164,7 +167,7 @@ class Images:
         return "".join(whole)
 
     def in_parts(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-        """Return messages with parts in place of signs; None if a text has the reader's marker."""
+        """Replace placeholders by image parts; None if a text contains the reader's marker."""
         if any(self.reader.marker in text for m in messages for text in _texts(m)):
             return None
         return [self._in_parts(message) for message in messages]
@@ -184,7 +187,7 @@ class Images:
     # ---- tokens
 
     def spans(self, tokens: Sequence[int]) -> list[InputSpan]:
-        """Return where the images stand in a prompt's tokens; BadRequest if one is not there."""
+        """Locate the images in a prompt's tokens; BadRequest if one is missing."""
         known, spans, at = list(tokens), [], 0
         for image in self.placed:
             count = len(image.tokens)
@@ -193,8 +196,8 @@ class Images:
                     at = known.index(image.tokens[0], at)
                 except ValueError:
                     raise BadRequest(
-                        "the model's chat template leaves an image out: images stand in messages "
-                        "of the user and in results of tools",
+                        "the model's chat template drops an image: send images in user messages "
+                        "or tool results",
                         param="messages",
                         code="unsupported_content",
                     ) from None

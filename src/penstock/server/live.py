@@ -12,10 +12,10 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any, NamedTuple
@@ -28,12 +28,13 @@ from starlette.responses import Response
 from penstock import __version__
 from penstock.engine.stats import Stats
 from penstock.errors import EngineStopped
+from penstock.models.encoder_types import WRITING
 from penstock.prefix.node import NodeView
 from penstock.server.cache_routes import CacheStats, Tree, tree_of
 from penstock.server.engine_client import EngineState
 from penstock.server.problems import NotFound, ShuttingDown, Unavailable
 from penstock.server.service import Service
-from penstock.server.sse import Stream, data, error_event
+from penstock.server.sse import Stream, Streaming, data, error_event
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +78,25 @@ class History(BaseModel):
     generated_per_second: list[float]
 
 
+class ListedModel(BaseModel):
+    """A model that requests can name, by itself and with each adapter."""
+
+    name: str
+    kinds: list[str]
+    """Requests that it answers."""
+    adapters: list[str]
+    """Names after the plus of `model+adapter`."""
+    state: str
+    size: int
+    """Bytes in the ledger; the estimate while the model is not loaded, 0 if there is none."""
+    pinned: bool
+    open_requests: int
+
+
 class Snapshot(CacheStats):
     at_seconds: float
     model: str
+    """Model that the figures describe; empty if none of several is loaded."""
     chats: bool
     sees: bool
     """Whether the model reads images."""
@@ -91,6 +108,8 @@ class Snapshot(CacheStats):
     tree: Tree | None = None
     """Prefix tree; None if unchanged since the last event."""
     history: History | None = None
+    models: list[ListedModel] | None = None
+    """All models of a pool, whose bytes are then together, or one with adapters; else None."""
 
 
 class Moment(NamedTuple):
@@ -113,8 +132,8 @@ class Pulse:
     def __init__(self, service: Service) -> None:
         self.service = service
         self.watchers = 0
+        self.ended = False
         self.history: deque[Moment] = deque(maxlen=int(HISTORY_SECONDS / WATCHED_SECONDS))
-        self._ended = False
         self._number = 0
         self._newest: Look | None = None
         self._tree: Tree | None = None
@@ -135,17 +154,20 @@ class Pulse:
                     return
                 # A boundary: polling goes on after a failure.
                 except Exception as error:
-                    logger.error("engine snapshot failed: %s", type(error).__name__)
+                    logger.error(
+                        "engine snapshot for /v1/live failed with %s; retrying",
+                        type(error).__name__,
+                    )
                     logger.debug("traceback of the error above", exc_info=error)
                 pause = WATCHED_SECONDS if self.watchers else UNWATCHED_SECONDS
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._wanted.wait(), pause)
         finally:
-            self._ended = True
+            self.ended = True
             async with self._changed:
                 self._changed.notify_all()
 
-    async def snapshots(self) -> AsyncIterator[Snapshot]:
+    async def snapshots(self) -> AsyncGenerator[Snapshot, None]:
         self.watchers += 1
         try:
             seen, tree_seen = self._number, 0
@@ -164,8 +186,8 @@ class Pulse:
 
     async def _next(self, seen: int) -> bool:
         async with self._changed:
-            await self._changed.wait_for(lambda: self._ended or self._number != seen)
-        return not self._ended
+            await self._changed.wait_for(lambda: self.ended or self._number != seen)
+        return not self.ended
 
     async def _look(self) -> None:
         now = time.time()
@@ -211,7 +233,21 @@ class Pulse:
             requests=[request.record() for request in recent],
             tree=tree,
             history=self._history(now.at_seconds) if history else None,
+            models=self._models(now.stats.used_bytes) if self.service.adapters else None,
         )
+
+    def _models(self, nbytes: int) -> list[ListedModel]:
+        service = self.service
+        model = ListedModel(
+            name=service.model_name,
+            kinds=list(WRITING),
+            adapters=list(service.adapters),
+            state="loaded",
+            size=nbytes,
+            pinned=False,
+            open_requests=service.open_requests,
+        )
+        return [model]
 
     def _history(self, now: float) -> History:
         shown = [past for past in self.history if now - past.at_seconds <= HISTORY_SECONDS]
@@ -224,9 +260,7 @@ class Pulse:
         )
 
 
-def router(service: Service) -> APIRouter:
-    pulse = Pulse(service)
-
+def router(service: Service, pulse: Pulse) -> APIRouter:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         task = asyncio.create_task(pulse.run())
@@ -239,32 +273,41 @@ def router(service: Service) -> APIRouter:
 
     @router.get("/v1/live", tags=["cache"], response_model=Snapshot, include_in_schema=False)
     async def live(http: HttpRequest) -> Response:
-        """Stream snapshots of the engine as server-sent events, without end."""
-        if pulse.watchers >= MOST_WATCHERS:
-            raise Unavailable(
-                f"{MOST_WATCHERS} pages and terminals watch this server, which is the limit; close "
-                f"one of them",
-                code="too_many",
-            )
-        if service.draining:
-            raise ShuttingDown()
-        if not service.alive:
+        """Stream snapshots of the engine as server-sent events, until the client disconnects."""
+        check_watchers(pulse.watchers)
+        if not service.alive and not service.draining:
             raise EngineStopped("the engine has stopped")
-        path = http.url.path
-        return Stream(service, None, _events(pulse), lambda problem: [error_event(path, problem)])
+        return live_stream(http, service, pulse.snapshots())
 
-    _add_page(router)
     return router
 
 
-async def _events(pulse: Pulse) -> AsyncIterator[bytes]:
-    async for snapshot in pulse.snapshots():
+def check_watchers(count: int) -> None:
+    if count >= MOST_WATCHERS:
+        raise Unavailable(
+            f"{MOST_WATCHERS} pages and terminals watch this server, which is the limit; close "
+            f"one of them",
+            code="too_many",
+        )
+
+
+def live_stream(
+    http: HttpRequest, served: Streaming, snapshots: AsyncIterator[Snapshot]
+) -> Response:
+    if served.draining:
+        raise ShuttingDown()
+    path = http.url.path
+    return Stream(served, None, _events(snapshots), lambda problem: [error_event(path, problem)])
+
+
+async def _events(snapshots: AsyncIterator[Snapshot]) -> AsyncIterator[bytes]:
+    async for snapshot in snapshots:
         yield data(snapshot.model_dump(exclude_none=False), "snapshot")
 
 
 def _look(view: EngineState, tree: bool, mark: object) -> Look:
     stats = view.stats()
-    # Every change of the tree, or of the pins in it, changes one of these.
+    # Every change of the tree or of its pins changes one of these.
     now = (
         stats.nodes,
         stats.held_tokens,
@@ -297,6 +340,7 @@ class PageFile:
         return Response(self.content, media_type=self.content_type, headers=headers)
 
 
+@cache
 def page_files() -> dict[str, PageFile]:
     pages: dict[str, PageFile] = {}
     _read(files("penstock.server") / "page", "", pages)
@@ -314,7 +358,8 @@ def _read(folder: Traversable, path: str, pages: dict[str, PageFile]) -> None:
             pages[name] = PageFile(content, kind, etag)
 
 
-def _add_page(router: APIRouter) -> None:
+def page_router() -> APIRouter:
+    router = APIRouter()
     pages = page_files()
 
     @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
@@ -330,3 +375,5 @@ def _add_page(router: APIRouter) -> None:
         if name not in pages:
             raise NotFound("the page has no such file")
         return pages[name].respond(http)
+
+    return router

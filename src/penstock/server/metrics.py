@@ -151,7 +151,7 @@ def _work(stats: Stats) -> Iterator[Metric]:
     yield states
     clients = "Clients with waiting answers; each may fill an equal share of the queue."
     yield _gauge("waiting_clients", clients, stats.waiting_clients)
-    words = "Waiting answers of the client that has the most."
+    words = "Largest number of waiting answers of one client."
     yield _gauge("waiting_most_of_a_client", words, stats.most_waiting)
     yield _counter("answers_started", "Answers requested.", stats.requests)
     yield _counter("answers_finished", "Answers that have finished.", stats.finished)

@@ -19,6 +19,9 @@ from penstock.server.problems import NotFound, ServerError
 API = "/v1"
 ENDLESS = f"{API}/live"
 """Path of an endless stream, for which HEAD is not answered."""
+REFERENCE = "/docs"
+DOCUMENT = "/openapi.json"
+"""Path of the OpenAPI document, which `REFERENCE` draws."""
 SHOWN_CHARACTERS = 80
 BASE_URLS = (
     f"a base URL of OpenAI's clients ends in {API}, one of Anthropic's in the port (without {API})"
@@ -35,7 +38,7 @@ class Paths:
         if scope["type"] == "http":
             scope = {**scope, "path": plain(scope["path"])}
             if scope["method"] == "HEAD" and scope["path"] != ENDLESS:
-                scope["method"] = "GET"  # uvicorn, which has the other scope, sends no body
+                scope["method"] = "GET"  # uvicorn sends no body: its own scope still has HEAD
         return await self.app(scope, receive, send)
 
 

@@ -1,7 +1,7 @@
 """Piecewise tokenization of long texts, with the same result as tokenizing them whole.
 
-A text is cut after a line that does not end in a blank, before a character that follows a line
-end in no token of the vocabulary: no token can span that position. Between pieces, other requests
+A text is cut after a line that does not end in a blank, and before a character that follows a line
+end in no token of the vocabulary, so that no token spans the cut. Between pieces, other requests
 get their turn, and disconnected clients are detected.
 """
 
@@ -84,7 +84,7 @@ class PieceEncoder:
             vocabulary = self._tokenizer.get_vocab()
         inside: set[str] = set()
         for token in vocabulary:
-            for end in ("\n", "Ċ"):  # as it is, or as byte-level tokenizers write it
+            for end in ("\n", "Ċ"):  # plain, or in the alphabet of byte-level tokenizers
                 _, *rests = token.split(end)
                 inside.update(rest[:1] for rest in rests)
         return frozenset(SIGNS) - inside

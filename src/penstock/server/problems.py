@@ -31,12 +31,18 @@ from penstock.errors import (
 
 RETRY_SECONDS = 2
 ANTHROPIC_PATHS = "/v1/messages"
-"""Path under which errors have Anthropic's format; all others use OpenAI's."""
+"""Path under which errors have Anthropic's format; others use OpenAI's, or Ollama's."""
+OLLAMA_PATHS = frozenset(
+    f"/api/{name}"
+    for name in ("chat", "embed", "embeddings", "generate", "ps", "show", "tags", "version")
+)
 UNTHREADED = "thread_unsupported_request"
 """Error code that makes Anthropic's clients resend the whole conversation."""
 STOPPED = "the engine has stopped, or accepts no more requests; try again later"
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 """Id of the current request, as sent in the headers `x-request-id` and `request-id`."""
+TRACEPARENT: ContextVar[str] = ContextVar("traceparent", default="")
+"""Header `traceparent` of the current request; empty if it has none."""
 FROM_ANTHROPIC: ContextVar[bool] = ContextVar("from_anthropic", default=False)
 """Whether the current request was sent by an Anthropic client, on any path."""
 SHOWN_CHARACTERS = 80
@@ -261,6 +267,8 @@ def anthropic_body(problem: Problem) -> dict[str, Any]:
 
 def body_for(path: str, problem: Problem) -> dict[str, Any]:
     """Return the error object in the format of the path's API, with the request id."""
+    if path in OLLAMA_PATHS:
+        return {"error": problem.message}
     of_anthropic = path == ANTHROPIC_PATHS or path.startswith(f"{ANTHROPIC_PATHS}/")
     is_anthropic = of_anthropic or FROM_ANTHROPIC.get()
     body = anthropic_body(problem) if is_anthropic else openai_body(problem)
@@ -286,7 +294,7 @@ def dumps(content: Any, *, ascii_only: bool = False) -> bytes:
     """Encode JSON as UTF-8; lone surrogates are escaped, NaN and infinity become null."""
     try:
         return (_ASCII if ascii_only else _UNICODE).encode(content).encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, as a client may send it
+    except UnicodeEncodeError:  # a lone surrogate, which clients may send
         return dumps(content, ascii_only=True)
     except ValueError:
         return dumps(_finite(content), ascii_only=ascii_only)

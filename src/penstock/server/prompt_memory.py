@@ -25,8 +25,8 @@ from penstock.server.problems import TooLarge, Unavailable
 POOL_SHARE = 24
 """Divisor of the memory limit that gives the pool's size."""
 SMALL_SHARE = 64
-"""Divisor of the pool's size that gives the bytes up to which a client's other requests do not
-count: a long one may then take all that is free."""
+"""Divisor of the pool's size. A client whose other requests hold no more than the quotient may
+take all that is free for one request."""
 LEAST_POOL_BYTES = 1_000_000
 MOST_POOL_BYTES = 256_000_000
 CLIENT_SHARE = 3
@@ -40,9 +40,9 @@ UNCUT_CHARACTERS = 131_072
 TEXT_COPIES = 5
 """Bytes per character of a returned text: the text, and two each for its JSON text and bytes."""
 GIVE_BACK_BYTES = 4_000_000
-"""Size of a request from which its freed memory is returned to the system."""
+"""Minimum size of a request after which freed memory is returned to the system."""
 GIVE_BACK_SECONDS = 0.2
-"""Seconds after such a request before memory is returned to the system."""
+"""Delay after such a request before memory is returned to the system."""
 
 
 class PromptMemory:
@@ -65,7 +65,7 @@ class PromptMemory:
         """Return an empty hold.
 
         Args:
-            client: name of the key or address whose share the bytes are of; None for a cache.
+            client: name of the key or address that the bytes are charged to; None for a cache.
             relieves: whether it may evict cached answers and responses.
         """
         return PromptHold(self, client, relieves=relieves)
@@ -101,7 +101,7 @@ class PromptMemory:
                     del self._by_client[client]
 
     def _free_bytes(self, client: str | None, before: int) -> int:
-        """Return the bytes that a hold of `before` bytes can add; less than 0 beyond its share."""
+        """Return the bytes that a hold of `before` bytes can add; negative beyond its share."""
         free = self.pool_bytes - self._used_bytes
         client_bytes = self._by_client[client] if client is not None else 0
         if client_bytes - before <= self.pool_bytes // SMALL_SHARE:
@@ -116,7 +116,7 @@ class PromptMemory:
 
         def give_back() -> None:
             self._giving_back = False
-            with suppress(RuntimeError):  # the loop's threads are gone already
+            with suppress(RuntimeError):  # the loop's executor has shut down
                 loop.run_in_executor(None, give_back_freed_memory)
 
         loop.call_later(GIVE_BACK_SECONDS, give_back)
@@ -124,6 +124,7 @@ class PromptMemory:
 
 class PromptHold:
     __slots__ = (
+        "_again_bytes",
         "_client",
         "_memory",
         "_relieves",
@@ -147,6 +148,7 @@ class PromptHold:
         """Bytes of the parsed body, kept until the answer's end."""
         self.token_bytes = 0
         """Bytes of tokens and scores, kept until the answer's end."""
+        self._again_bytes = 0
 
     def resize(self, nbytes: int) -> None:
         """Hold `nbytes`; TooLarge if they exceed the pool, Unavailable if too few are free."""
@@ -171,10 +173,18 @@ class PromptHold:
         self.keep(TOKEN_BYTES * count)
 
     def keep(self, nbytes: int) -> None:
-        self.resize(self.nbytes + nbytes)
+        held_bytes = min(nbytes, self._again_bytes)
+        self.resize(self.nbytes + nbytes - held_bytes)
+        self._again_bytes -= held_bytes
         self.token_bytes += nbytes
 
+    def ask_again(self) -> None:
+        """Keep the tokens' bytes for a retry, which holds the same tokens without adding bytes."""
+        self._again_bytes += self.token_bytes
+        self.token_bytes = 0
+
     def settle(self) -> None:
+        self._again_bytes = 0
         self.resize(min(self.nbytes, self.kept_bytes + self.token_bytes))
 
     def release(self) -> None:
@@ -194,5 +204,9 @@ def hold_text(characters: int) -> None:
 
 
 def pool_bytes(engine: EngineClient) -> int:
-    limit = engine.ask(lambda view: view.limits.memory_limit).result()
-    return min(max(limit // POOL_SHARE, LEAST_POOL_BYTES), MOST_POOL_BYTES)
+    return share_of(engine.ask(lambda view: view.limits.memory_limit).result())
+
+
+def share_of(limit_bytes: int) -> int:
+    """Return the part of a memory limit that is set aside for prompts."""
+    return min(max(limit_bytes // POOL_SHARE, LEAST_POOL_BYTES), MOST_POOL_BYTES)

@@ -69,14 +69,15 @@ class Prompts:
     pieces, with other calls in between. `Service.work` runs the methods in worker threads.
 
     Args:
-        tokenizer: mlx-lm's wrapper.
+        tokenizer: mlx-lm's `TokenizerWrapper`.
         keep_billing_header: whether to keep Claude Code's billing header in the prompt.
         most_tokens: maximum prompt length; None means unlimited.
         answers: store of answers whose tokens later prompts reuse.
         tool_parser: name of the call format; None detects it from the template.
         reasoning_parser: name of the reasoning marks; None detects them from the template.
         refuses_tools: whether to reject tools if the template does not render them.
-        images: the model's reader of images; None if it takes text alone.
+        system: system message of conversations that have none.
+        images: reader of images; None for a text-only model.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Prompts:
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
         refuses_tools: bool = False,
+        system: str | None = None,
         images: ImageReader | None = None,
     ) -> None:
         self.images = images
@@ -96,6 +98,7 @@ class Prompts:
         self._answers = answers
         self._parsers = tool_parser, reasoning_parser
         self._refuses_tools = refuses_tools
+        self._system = system
         check_names(tool_parser, reasoning_parser)
         self.most_tokens = most_tokens
         self.keep_billing_header = keep_billing_header
@@ -173,6 +176,8 @@ class Prompts:
         ]
         if images is not None:
             images.check_fetched()
+        if self._system is not None and all(m.get("role") != "system" for m in flat):
+            flat.insert(0, {"role": "system", "content": self._system})
         return flat
 
     def _templated(
@@ -220,7 +225,7 @@ class Prompts:
     def _with_images(
         self, render: Callable[..., str], messages: Sequence[Message], images: Images
     ) -> str:
-        """Render images as the template does, or in the places of their signs if it knows none."""
+        """Render images by the template's markers, or at their placeholders if it has none."""
         parts = images.in_parts(messages)
         if parts is not None:
             with suppress(TemplateRefusal):
@@ -228,6 +233,9 @@ class Prompts:
                 if rendered is not None:
                     return rendered
         return images.in_text(render(messages))
+
+    def close(self) -> None:
+        self._renderer.close()
 
     def start_renderer(self) -> None:
         if self.tokenizer is not None and self.tokenizer.has_chat_template:
@@ -409,7 +417,10 @@ def left_out(kind: str) -> str:
 
 
 def flatten(content: Any, where: str, *, strict: bool = True, images: Images | None = None) -> str:
-    """Return a message's text, with signs of `images`; unless `strict`, placeholders for others."""
+    """Return a message's text, with placeholders of `images`.
+
+    Other parts raise BadRequest if `strict`; else they are replaced by `left_out`.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
@@ -448,7 +459,7 @@ def flatten(content: Any, where: str, *, strict: bool = True, images: Images | N
 
 
 def _image_text(part: Message, place: str, images: Images, *, strict: bool) -> str:
-    """Return the sign of an image, or a placeholder for one that cannot be read in history."""
+    """Return an image's placeholder, or, unless `strict`, `left_out` if it cannot be read."""
     try:
         return images.sign(part, place)
     except BadRequest:
@@ -463,7 +474,7 @@ def check_text(text: str, where: str) -> None:
     except UnicodeEncodeError as error:
         raise BadRequest(
             f"{where} is not Unicode text: U+{ord(text[error.start]):04X} at character "
-            f"{error.start} is half of a pair",
+            f"{error.start} is a lone surrogate",
             param=where,
             code="invalid_unicode",
         ) from None

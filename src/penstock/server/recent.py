@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
+
+TRACED = ("traceparent", "phases")
+"""Fields used only for traces."""
 
 
 @dataclass(slots=True)
@@ -21,6 +24,12 @@ class Recent:
     finish: str | None = None
     explanation: dict[str, Any] | None = None
     """Fields of the `Explanation` of the prompt's cache match on arrival."""
+    request_id: str = ""
+    """The response's `x-request-id`."""
+    traceparent: str = ""
+    """Header `traceparent` of the request; empty if it has none."""
+    phases: list[tuple[str, float]] = field(default_factory=list)
+    """States of the first answer, each with the `time.time` at which it was entered."""
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -31,7 +40,9 @@ class Recent:
         return (self.completion_tokens - 1) / took if took > 0 else None
 
     def record(self) -> dict[str, Any]:
-        return {**asdict(self), "tokens_per_second": self.tokens_per_second}
+        """Return the statistics shown by `/v1/live` and by the status page."""
+        shown = {name: value for name, value in asdict(self).items() if name not in TRACED}
+        return {**shown, "tokens_per_second": self.tokens_per_second}
 
 
 class Listener(Protocol):

@@ -11,8 +11,9 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.responses import HTMLResponse
 from starlette.staticfiles import StaticFiles
 
-PATH = "/docs"
-FILES_PATH = f"{PATH}/files"
+from penstock.server.paths import REFERENCE
+
+FILES_PATH = f"{REFERENCE}/files"
 FILES = ("fastapi_offline", "static")
 _INLINE = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 
@@ -25,7 +26,7 @@ def add_reference(app: FastAPI) -> None:
         swagger_js_url="docs/files/swagger-ui-bundle.js",
         swagger_css_url="docs/files/swagger-ui.css",
         swagger_favicon_url="favicon.ico",
-        swagger_ui_parameters={"validatorUrl": None},  # which would send the document elsewhere
+        swagger_ui_parameters={"validatorUrl": None},  # else it uploads the document
     )
     content = bytes(page.body)
     headers = {
@@ -35,7 +36,7 @@ def add_reference(app: FastAPI) -> None:
         "X-Content-Type-Options": "nosniff",
     }
 
-    @app.api_route(PATH, methods=["GET", "HEAD"], include_in_schema=False)
+    @app.api_route(REFERENCE, methods=["GET", "HEAD"], include_in_schema=False)
     async def reference() -> HTMLResponse:
         return HTMLResponse(content, headers=headers)
 

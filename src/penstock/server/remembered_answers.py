@@ -89,6 +89,7 @@ class RememberedAnswers:
 
     def __init__(self, memory: PromptMemory, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._memory = memory
         self._most_bytes = memory.pool_bytes // SHARE
         self._hold = memory.hold(relieves=False)
         self._entries: OrderedDict[tuple[str, bytes], Remembered] = OrderedDict()
@@ -118,6 +119,11 @@ class RememberedAnswers:
             entry.answers = [array("I", answer), *entry.answers][:ANSWERS]
             self._entries.move_to_end((salt, digest))
             self._settle(self._most_bytes)
+
+    def close(self) -> None:
+        """Forget all answers and release their memory."""
+        self._memory.reliefs.remove(self.shrink)
+        self.shrink(self.nbytes)
 
     def shrink(self, nbytes: int) -> None:
         with self._lock:
@@ -192,7 +198,7 @@ class RememberedAnswers:
         if mark and mark in generated and mark not in written:
             what = "its reasoning is left out, as templates do with earlier turns"
         elif left_out:
-            what = f"{left_out!r} is left out, with which the template had opened it"
+            what = f"{left_out!r} is left out, with which the template had started it"
         else:
             pairs = enumerate(zip(generated, written, strict=False))
             shorter = min(len(generated), len(written))

@@ -1,7 +1,7 @@
-"""Images at addresses of the internet: `--allow-remote-images`.
+"""Download of images by URL, for `--allow-remote-images`.
 
-Each address is resolved here, refused unless all of its numbers are public, and connected to by the
-number that was checked. Redirects are followed a few times, each checked anew.
+A host is refused unless all of its IP addresses are public; the connection goes to the address that
+was checked. Redirects, up to `REDIRECTS`, are checked in the same way.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from penstock.memory.sizes import format_bytes
 from penstock.models.image_reader import ImageError
 
 FETCH_SECONDS = 10.0
-"""Longest time that one image may take, redirects included."""
+"""Timeout of one image's download, redirects included."""
 REDIRECTS = 3
 CHUNK_BYTES = 65_536
 
 
 def public_address(host: str, port: int) -> str:
-    """Return the first number of a host; ImageError unless all of them are public."""
+    """Return the first IP address of a host; ImageError unless all of them are public."""
     try:
         known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise ImageError(f"{host} is not known: {error}") from None
+        raise ImageError(f"cannot resolve {host}: {error}") from None
     numbers = [str(address[4][0]) for address in known]
     for number in numbers:
         address = ipaddress.ip_address(number.partition("%")[0])
@@ -39,10 +39,11 @@ def public_address(host: str, port: int) -> str:
 
 
 def fetch(url: str, most_bytes: int, numbered: Callable[[str, int], str] = public_address) -> bytes:
-    """Return the file at a public address; ImageError if it cannot be had. Blocking.
+    """Download the file at a public URL; ImageError if that fails. Blocking.
 
     Args:
-        numbered: returns the number of a host and port to connect to, or raises.
+        most_bytes: maximum size of the file.
+        numbered: returns the IP address to connect to for a host and port, or raises ImageError.
     """
     until = monotonic() + FETCH_SECONDS
     for _ in range(1 + REDIRECTS):
@@ -65,12 +66,12 @@ def _checked(url: str) -> SplitResult:
     except ValueError:
         known = None
     if not known:
-        raise ImageError("an address begins with https:// or http://, without a user")
+        raise ImageError("a URL must begin with https:// or http:// and name no user")
     return parts
 
 
 class _Pinned(HTTPConnection):
-    """A connection to a number that was checked, under the name that has it."""
+    """Connection to a checked IP address; the host's name is used for TLS and headers."""
 
     def __init__(self, number: str, parts: SplitResult, seconds: float) -> None:
         assert parts.hostname is not None
@@ -89,7 +90,7 @@ class _Pinned(HTTPConnection):
 def _get(
     parts: SplitResult, numbered: Callable[[str, int], str], until: float, most_bytes: int
 ) -> bytes | str:
-    """Return the file, or where it has moved."""
+    """Return the file, or the URL of a redirect."""
     assert parts.hostname is not None
     number = numbered(parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
     connection = _Pinned(number, parts, _left(until))
@@ -100,7 +101,7 @@ def _get(
         if response.status in (301, 302, 303, 307, 308):
             return response.headers.get("Location", "")
         if response.status != 200:
-            raise ValueError(f"it answers {response.status}")
+            raise ValueError(f"it responds with status {response.status}")
         return _body(response, until, most_bytes)
     finally:
         connection.close()
@@ -114,7 +115,7 @@ def _body(response: HTTPResponse, until: float, most_bytes: int) -> bytes:
             return bytes(whole)
         whole += piece
         if len(whole) > most_bytes:
-            raise ValueError(f"it has more than {format_bytes(most_bytes)}")
+            raise ValueError(f"the file is larger than {format_bytes(most_bytes)}")
         _left(until)
 
 

@@ -14,7 +14,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -31,8 +31,11 @@ from penstock.server.disconnect import until_gone
 from penstock.server.half_pairs import whole_pairs_in
 from penstock.server.problems import BadRequest, ServerError, TooLarge, response_for
 from penstock.server.prompt_memory import HOLD, PromptHold, PromptMemory
-from penstock.server.service import ARRIVED, Service
+from penstock.server.service import ARRIVED
 from penstock.server.workers import LONG_BYTES
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Body:
@@ -175,7 +178,13 @@ class _ReadRequest(HttpRequest):
         return self._content
 
 
-def reading_aside(service: Service) -> type[APIRoute]:
+class ReadsAside(Protocol):
+    """Anything with a worker that reads bodies, such as `Service`."""
+
+    async def work(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T: ...
+
+
+def reading_aside(service: ReadsAside) -> type[APIRoute]:
     """Return a route class that parses long bodies in a worker thread."""
 
     class Aside(APIRoute):

@@ -33,7 +33,7 @@ class Kept(NamedTuple):
 
 
 class ResponseStore:
-    """Store of conversations by salt, including the key's, and response id."""
+    """Store of responses and their conversations, by salt (including the key's) and response id."""
 
     def __init__(self, memory: PromptMemory, max_bytes: int) -> None:
         self._max_bytes = min(max_bytes, memory.pool_bytes // SHARE)
@@ -68,7 +68,7 @@ class ResponseStore:
             self._forget(max(0, self.nbytes - nbytes))
 
     def _grow(self, nbytes: int) -> bool:
-        """Hold more bytes; return False if open requests hold them."""
+        """Hold `nbytes` more; return False if they are not free."""
         try:
             self._hold.resize(self.nbytes + nbytes)
         except ServerError:

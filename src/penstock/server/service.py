@@ -29,12 +29,21 @@ from penstock.server.access import CLIENT, KEY_HOLDER, Access, KeyHolder
 from penstock.server.active_request import ActiveRequest
 from penstock.server.engine_client import EngineClient, EngineState
 from penstock.server.images import FETCHED, ImagesToFetch
-from penstock.server.problems import BadRequest, PromptTooLong, ShuttingDown
+from penstock.server.log_lines import RequestLog
+from penstock.server.problems import (
+    REQUEST_ID,
+    TRACEPARENT,
+    BadRequest,
+    NotFound,
+    PromptTooLong,
+    ShuttingDown,
+)
 from penstock.server.prompt_memory import HOLD, TOKEN_BYTES, PromptMemory, pool_bytes
 from penstock.server.prompts import Prompts
 from penstock.server.recent import Listener, Recent
 from penstock.server.remembered_answers import RememberedAnswers
 from penstock.server.response_store import ResponseStore
+from penstock.server.tracing import request_tracer
 from penstock.server.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -59,6 +68,8 @@ class Service:
         *,
         sampling: Mapping[str, float] | None = None,
         access: Access | None = None,
+        memory: PromptMemory | None = None,
+        stored: ResponseStore | None = None,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
@@ -67,8 +78,9 @@ class Service:
         self.access = access or Access.of(settings)
         """API keys; defaults to those of the settings."""
         self.created = int(time.time())
-        self.sampling = default_sampling(settings, sampling or {})
-        self.memory = PromptMemory(engine.set_aside_prompts(pool_bytes(engine)))
+        self._model_sampling = dict(sampling or {})
+        self.sampling = default_sampling(settings, self._model_sampling)
+        self.memory = memory or PromptMemory(engine.set_aside_prompts(pool_bytes(engine)))
         model_tokens = engine.ask(lambda view: view.context_tokens).result()
         fitting_tokens = engine.ask(lambda view: view.fitting_tokens).result()
         self.model_context = None if settings.ignore_model_context else model_tokens
@@ -76,18 +88,24 @@ class Service:
         context = (self.model_context, fitting_tokens, self.memory.pool_bytes // TOKEN_BYTES)
         self.context_tokens = min(tokens for tokens in context if tokens is not None)
         """Maximum number of tokens of a prompt and its answer together."""
+        self.adapters = engine.ask(lambda view: view.adapters).result()
+        """Adapters that requests can name, as `model+adapter`."""
         self.window_tokens = engine.ask(lambda view: view.limits.max_kv_size).result()
         self.answers = RememberedAnswers(self.memory, tokenizer)
         self.prompts = self._make_prompts()
-        self.stored = ResponseStore(self.memory, settings.stored_response_bytes)
+        self.stored = stored or ResponseStore(self.memory, settings.stored_response_bytes)
         self.recent: deque[Recent] = deque(maxlen=settings.recent)
         self.listeners: list[Listener] = []
+        if settings.log_format == "json":
+            self.listeners.append(RequestLog())
+        if (tracer := request_tracer(settings, model_name)) is not None:
+            self.listeners.append(tracer)
         self.draining = False
         """Whether the server is draining: it refuses new requests and ends `/v1/live` streams."""
         self.died: list[Callable[[], None]] = []
         """Callbacks invoked on the event loop once the engine thread has died or hangs."""
         self.max_queue = engine.ask(lambda view: view.limits.max_queue).result()
-        """Maximum numbers of waiting answers in the engine and of prompts to be tokenized."""
+        """Maximum number of answers waiting in the engine, and of prompts to be tokenized."""
         self.vocabulary_size = engine.ask(lambda view: view.vocabulary_size).result()
         self._open: set[ActiveRequest] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -105,17 +123,27 @@ class Service:
             tool_parser=self.settings.tool_parser,
             reasoning_parser=self.settings.reasoning_parser,
             refuses_tools=self.settings.tools_without_template == "refuse",
+            system=self.settings.system,
             images=self.engine.image_reader,
         )
         _ = prompts.traits
         return prompts
 
     @property
+    def model_names(self) -> list[str]:
+        return [self.model_name]
+
+    @property
     def alive(self) -> bool:
         return self.engine.alive
 
+    def change(self, settings: ServerSettings) -> None:
+        """Replace the default request parameters and timeouts, from the next request on."""
+        self.settings = settings
+        self.sampling = default_sampling(settings, self._model_sampling)
+
     async def work(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a function that reads a prompt in a worker; fetch its images first if need be."""
+        """Run a function that tokenizes a prompt in a worker; fetch its images first if needed."""
         fetched: dict[str, bytes | ImageError] = {}
         FETCHED.set(fetched if self.settings.allow_remote_images else None)
         while True:
@@ -145,6 +173,7 @@ class Service:
         if (hold := HOLD.get()) is not None:
             hold.settle()
         recent = Recent(f"req_{uuid.uuid4().hex[:16]}", label, time.time())
+        recent.request_id, recent.traceparent = REQUEST_ID.get() or "", TRACEPARENT.get()
         owner = {"client": CLIENT.get(), "group": recent.id}
         requests = [
             _in_time(self._in_context(request)).model_copy(update=owner) for request in requests
@@ -160,7 +189,7 @@ class Service:
         )
         try:
             explanation = await asyncio.wrap_future(self.engine.enqueue(answering.handles))
-        except BaseException as error:  # also when the client has gone meanwhile
+        except BaseException as error:  # also if the client has disconnected
             answering.fail(error)
             answering.close()
             raise
@@ -171,6 +200,29 @@ class Service:
         for handle in answering.handles:
             handle.listen(answering.notify)
         return answering
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the model, alone and with each adapter."""
+        return [self.model_name, *(f"{self.model_name}+{name}" for name in self.adapters)]
+
+    def adapter_of(self, name: str | None) -> str | None:
+        """Return the adapter in a request's `model`, if any; NotFound if it is unknown."""
+        _, plus, adapter = (name or "").rpartition("+")
+        if not plus or not self.adapters or name == self.model_name:
+            return None
+        if adapter not in self.adapters:
+            raise NotFound(
+                f"there is no model {str(name)[:80]!r}; served: {', '.join(self.names)}",
+                code="model_not_found",
+                param="model",
+            )
+        return adapter
+
+    def shown_name(self, name: str | None) -> str:
+        """Return the `model` field of responses to a request for `name`."""
+        adapter = self.adapter_of(name)
+        return self.model_name if adapter is None else f"{self.model_name}+{adapter}"
 
     def rest_tokens(self, prompt_tokens: int) -> int:
         """Return the default maximum answer length for a prompt."""
@@ -201,7 +253,7 @@ class Service:
             held_tokens = await self.ask(
                 lambda view: view.held_tokens(request.keyed_prompt, request.salt)
             )
-        except PenstockError:  # the engine has stopped meanwhile: its cache is gone
+        except PenstockError:  # the engine has stopped, so nothing is cached
             return 0
         if used.cached_tokens == used.prompt_tokens - 1:
             return 0  # the last token was computed only for its logits; its KV was cached
@@ -239,19 +291,30 @@ class Service:
         for answering in list(self._open):
             answering.fail_soon(error)
 
+    def give_way(self) -> None:
+        """End the open requests so that the model can be evicted. Event loop only."""
+        for answering in list(self._open):
+            answering.give_way()
+
     @property
     def open_requests(self) -> int:
         return len(self._open)
 
+    def drain(self, timeout_seconds: float) -> bool:
+        """Refuse new requests and wait for open ones; return whether all ended in time."""
+        return self.engine.drain(timeout_seconds)
+
     def close(self) -> None:
         self.workers.close()
+        self.answers.close()
+        self.prompts.close()
 
     def wake_soon(self) -> None:
         """Schedule waking the readers, unless already scheduled. Thread-safe."""
         if self._wakes or self._loop is None:
             return
         self._wakes = True
-        with suppress(RuntimeError):  # the loop is closed, and its readers are gone
+        with suppress(RuntimeError):  # the loop is closed, so there are no readers
             self._loop.call_soon_threadsafe(self._wake_readers)
 
     def _wake_readers(self) -> None:

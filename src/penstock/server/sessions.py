@@ -97,7 +97,7 @@ def _folder(service: Service) -> Path:
     folder = service.settings.session_dir
     if folder is None:
         raise BadRequest(
-            "this server keeps no sessions: start it with --session-dir and --ssd-cache-dir",
+            "this server saves no sessions: start it with --session-dir and --ssd-cache-dir",
             code="no_sessions",
         )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -106,12 +106,12 @@ def _folder(service: Service) -> Path:
 
 def _engine(service: Service) -> Engine:
     if not isinstance(service.engine, Engine):
-        raise BadRequest("the engine of this server keeps no sessions", code="no_sessions")
+        raise BadRequest("the engine of this server saves no sessions", code="no_sessions")
     return service.engine
 
 
 def _without_paths(service: Service, file: Path, act: Callable[[], SavedSession]) -> SavedSession:
-    """Save or load; error messages name the session's file, but no path on this machine."""
+    """Save or load a session; remove paths on this machine from error messages."""
     try:
         return act()
     except (SettingError, CacheFileError) as error:

@@ -6,18 +6,18 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import SendTimeoutError
 from starlette.types import Message, Receive, Scope, Send
 
+from penstock.config import ServerSettings
 from penstock.engine.handle import PromptProgress
 from penstock.server.active_request import ActiveRequest
 from penstock.server.problems import Problem, body_for, dumps, problem_of
 from penstock.server.prompt_progress import ping_comment
-from penstock.server.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,15 @@ def error_event(path: str, problem: Problem) -> bytes:
     return data(body_for(path, problem), "error")
 
 
+class Streaming(Protocol):
+    """Owner of streams: a `Service`, or `SeveralModels`."""
+
+    draining: bool
+
+    @property
+    def settings(self) -> ServerSettings: ...
+
+
 class Stream(EventSourceResponse):
     """Response that streams events; when it ends, unfinished answers are cancelled.
 
@@ -58,7 +67,7 @@ class Stream(EventSourceResponse):
 
     def __init__(
         self,
-        service: Service,
+        service: Streaming,
         answering: ActiveRequest | None,
         events: AsyncIterator[bytes],
         failure: Callable[[Problem], Iterable[bytes]],
@@ -108,7 +117,7 @@ class Stream(EventSourceResponse):
         try:
             await super().__call__(scope, receive, send)
         except SendTimeoutError:
-            logger.info("closed a stream: its client does not read")
+            logger.info("closed a stream because its client does not read it")
         finally:
             if self._answering is not None:
                 self._answering.close()
@@ -124,7 +133,7 @@ async def _with_error(
     except Exception as error:
         problem = problem_of(error)
         if problem.status == 500:
-            logger.error("stream failed: %s", type(error).__name__)
+            logger.error("stream failed with %s; the client gets an error", type(error).__name__)
             logger.debug("traceback of the error above", exc_info=error)
         for event in failure(problem):
             yield event

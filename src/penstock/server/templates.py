@@ -95,7 +95,7 @@ class TemplateTraits:
 
     @classmethod
     def of(cls, tokenizer: Any, renderer: TemplateRenderer) -> TemplateTraits:
-        """Probe the chat template of a tokenizer, which is mlx-lm's wrapper."""
+        """Probe a tokenizer's chat template."""
         probe = _Probe(tokenizer, renderer)
         first = probe.row("system message first", talk_of(SYSTEM, USER))
         turns = probe.row("system message first, two turns", talk_of(SYSTEM, USER, SAID, AGAIN))
@@ -177,7 +177,7 @@ class _Probe:
         return TraitRow(what, "rendered" if places == sorted(places) else "moved")
 
     def rest(self, key: str | None) -> list[TraitRow]:
-        """Return the rows about reasoning and cached prefixes, which no field has."""
+        """Return the rows about reasoning and cached prefixes, which have no fields."""
         loop = [*talk_of(USER), called(THOUGHT, key), result_of(RESULT)]
         turn = [*talk_of(USER), {**talk_of(SAID)[0], **_thought(THOUGHT, key)}, *talk_of(AGAIN)]
         return [

@@ -62,7 +62,7 @@ class FairThread:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # the turn had just come
+            if not turn.cancelled():  # the turn was already granted: pass it on
                 self._next()
             raise
 
@@ -133,8 +133,8 @@ class Workers:
         self, worker: FairThread, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         client = CLIENT.get()
-        share = self.max_waiting // len({*self._pending, client})  # of each in a full queue
-        full = self._pending.total() > self.max_waiting  # one of them is running
+        share = self.max_waiting // len({*self._pending, client})  # of each client
+        full = self._pending.total() > self.max_waiting  # the count includes a running one
         if full and self._pending[client] >= share:
             raise ServerError(
                 f"the queue of prompts is full: {self.max_waiting} waiting; try again later",

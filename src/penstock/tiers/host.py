@@ -1,4 +1,4 @@
-"""Copies between a segment's arrays and its blocks in host memory."""
+"""Conversion between a segment's arrays and blocks in host memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _S = TypeVar("_S")
 
 
 def host_block(block: Segment, tokens: TokenArray, *more: Segment) -> dict[str, HostArray]:
-    """Copy the tokens and arrays of blocks, by names such as `3.keys`; on the owner's thread."""
+    """Copy tokens and arrays of consecutive segments, under names such as `3.keys`."""
     pieces = (block, *more)
     mx.eval([col.arrays(*layer) for piece in pieces for layer in piece.layers])
     host_arrays = {TOKENS: _host([tokens.astype(np.uint32)], "uint32")}
@@ -81,10 +81,9 @@ class StateRestoreBuffer:
 class RestoreBuffer:
     """Memory for the KV of blocks, which is filled from files and then becomes a segment.
 
-    Nothing is copied: files are read directly into the segment's arrays.
-    `targets` allocates them on the reading thread, since allocation can take as long as reading the
-    files. If the device has its own memory (not `in_place`), the arrays are copied to it
-    afterwards.
+    Nothing is copied: files are read directly into the segment's arrays. `targets` allocates these
+    on the reading thread, since allocation can take as long as reading the files. If the device has
+    its own memory (not `in_place`), the arrays are copied to it afterwards.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class RestoreBuffer:
 
     def _target(self, room: _BufferPool, data: NDArray[np.uint8], block: int) -> Target:
         _, heads, count, *rest = room.array.shape
-        count //= self.blocks  # of a block
+        count //= self.blocks  # per block
         return Target(
             room.dtype,
             (1, heads, count, *rest),
@@ -162,7 +161,7 @@ class RestoreBuffer:
 
 @dataclass(frozen=True, slots=True)
 class _BufferPool:
-    """One array of a restore buffer: of MLX, or NumPy if the host cannot access MLX's."""
+    """One array of a restore buffer: MLX's, or NumPy's if the host cannot access MLX's memory."""
 
     dtype: str
     array: mx.array | NDArray[Any]

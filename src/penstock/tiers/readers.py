@@ -1,4 +1,4 @@
-"""Reader threads, which do not delay the end of the process when a disk hangs."""
+"""Pool of reader threads that do not delay the exit of the process if a disk hangs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ class _ReadCall(Generic[T]):
             return
         try:
             answer.set_result(self._call(*self._arguments))
-        # A boundary: errors belong to the caller.
+        # Errors are passed to the caller.
         except BaseException as error:  # noqa: BLE001
-            # An error and its cause reference the frames they passed through, and the
-            # answer references the error: the buffers would stay alive until a garbage
-            # collection if this frame referenced the answer.
+            # An error references frames, and the answer the error: if this frame referenced the
+            # answer, the cycle would keep the buffers alive until a garbage collection.
             answer.set_exception(error.with_traceback(None))
         finally:
             del answer, self

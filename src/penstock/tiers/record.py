@@ -1,8 +1,7 @@
 """File format of a record: safetensors, with identity and checksum in the header.
 
-One xxh3 hash covers everything read back: names, shapes, dtypes and bytes of the arrays,
-and the header fields. A corrupted or truncated file, or another block's, is
-reported as `Damaged`.
+One xxh3 hash covers everything read back: names, shapes, dtypes and bytes of the arrays, and the
+header fields. A corrupted or truncated file, or one of another block, raises `Damaged`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ DTYPES = {
     "U16": "uint16",
     "U8": "uint8",
 }
-"""MLX dtype names by their names in a file's header."""
+"""MLX dtype names by safetensors dtype names."""
 _SAFE = {name: short for short, name in DTYPES.items()}
 _Pieces: TypeAlias = tuple[str, str, tuple[int, ...], Sequence[NDArray[np.uint8]]]
 """Name, dtype, shape and bytes of an array."""
@@ -38,12 +37,12 @@ _BEGINNING, _DECODER = '{"__metadata__":', json.JSONDecoder()
 TOKENS = "tokens"
 """Name of the array with the block's tokens."""
 HEAD_BYTES = 16_384
-"""Bytes read first from a file; most headers are shorter."""
+"""Number of bytes read first from a file; most headers are shorter."""
 MOST_DEPTH = 1 << 31
 MOST_HEAD_BYTES = 1 << 20
 """Maximum size of a header in bytes; 80 layers take 16 kB."""
 PIECES_AT_ONCE = 512
-"""Maximum number of buffers per read; systems allow 1,024."""
+"""Maximum number of buffers per `preadv`; systems allow 1,024."""
 
 
 class Damaged(ValueError):
@@ -62,7 +61,7 @@ class HostArray:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """KV of consecutive blocks for all layers, or a checkpoint, stored as its block's child."""
+    """KV of consecutive blocks, all layers; or a checkpoint, stored as a child of its block."""
 
     key: bytes
     """Hash of the last block and all tokens before it; see `blocks`."""
@@ -97,7 +96,7 @@ class Target:
 
 
 def encode(record: Record, fingerprint: str) -> bytes:
-    """Return the bytes of a record's file; ValueError if an array has an unsupported dtype."""
+    """Return the content of a record's file; raises ValueError for an unsupported dtype."""
     specs = {}
     for name, array in record.arrays.items():
         if array.dtype not in _SAFE:
@@ -124,7 +123,7 @@ def encode(record: Record, fingerprint: str) -> bytes:
 
 
 def decode(raw: bytes) -> Record:
-    """Parse a whole file with the safetensors library; Damaged if invalid."""
+    """Parse a whole file with the safetensors library; raises Damaged if it is invalid."""
     words = header(raw)
     try:
         arrays = {
@@ -151,21 +150,21 @@ def decode(raw: bytes) -> Record:
 
 
 class Source(Protocol):
-    """Source of a file's bytes."""
+    """Interface for reading a record, from a file or a remote store."""
 
     @property
     def nbytes(self) -> int: ...
     def read(self, nbytes: int, offset: int) -> bytes: ...
     def fill(self, pieces: Sequence[NDArray[np.uint8]], offset: int) -> None:
-        """Read bytes from `offset` on into consecutive buffers; OSError on failure."""
+        """Read bytes from `offset` on into consecutive buffers; raises OSError on failure."""
 
 
 def read_from(source: Source, targets: Mapping[str, Target]) -> dict[str, str]:
     """Read all arrays of a file directly into their targets; return its header fields.
 
     Raises:
-        Damaged: the file differs from what `encode` wrote, or has other arrays. The content of
-            the targets is invalid then.
+        Damaged: the file differs from what `encode` wrote, or has other arrays; the targets'
+            content is then invalid.
         OSError: the source fails.
     """
     length, head = source.nbytes, _head(source)
@@ -182,7 +181,7 @@ def read_from(source: Source, targets: Mapping[str, Target]) -> dict[str, str]:
 
 
 def array_offsets(source: Source) -> Mapping[str, int]:
-    """Return the position of each array's bytes in a file; Damaged if the header is invalid."""
+    """Return the position of each array's bytes in a file; raises Damaged for an invalid header."""
     head = _head(source)
     try:
         text = head[8:].decode()
@@ -200,7 +199,7 @@ def array_offsets(source: Source) -> Mapping[str, int]:
 
 @lru_cache(maxsize=4)
 def _offsets(arrays: str) -> Mapping[str, int]:
-    """Return the positions of arrays after a header; cached, as a model's records share headers.
+    """Return the positions of arrays after the header; cached, since records share array headers.
 
     Parsing the header of 28 layers takes as long as a dozen reads of the file.
     """
@@ -245,7 +244,7 @@ class FileSource:
 
 
 def _order(head: bytes, targets: Mapping[str, Target]) -> list[str]:
-    """Return the names of a file's arrays, which must be the targets, in order of their bytes."""
+    """Return the names of a file's arrays, which must match the targets, in file order."""
     fields = json.loads(head)
     del fields["__metadata__"]
     try:
@@ -271,7 +270,7 @@ def _order(head: bytes, targets: Mapping[str, Target]) -> list[str]:
 
 
 def read_header(source: Source) -> dict[str, str]:
-    """Return a file's header fields like `header`, reading little more than the header."""
+    """Return a file's header fields, see `header`, without reading the arrays."""
     return header(_head(source))
 
 
@@ -292,7 +291,7 @@ def blocks_of(words: Mapping[str, str]) -> int:
 
 
 def read_tokens(source: Source) -> tuple[NDArray[np.uint32], int]:
-    """Return the unchecked tokens of a file and its number of blocks; Damaged if invalid."""
+    """Return a file's tokens, unverified, and its number of blocks; raises Damaged if invalid."""
     head = _head(source)
     try:
         start, end = json.loads(head[8:])[TOKENS]["data_offsets"]
@@ -314,7 +313,7 @@ def _hash(words: Mapping[str, str], arrays: Mapping[str, HostArray]) -> str:
 
 
 def _hash_of(words: Mapping[str, str], arrays: Sequence[_Pieces]) -> str:
-    """Hash the header fields except the hash itself, and the arrays by name, with lengths."""
+    """Hash the header fields except the hash itself, and the arrays in order of names."""
     hashed = xxhash.xxh3_128()
 
     def add(*pieces: Any) -> None:
@@ -339,7 +338,7 @@ class ArrayPart:
 
 
 def read_parts(source: Source, parts: Sequence[ArrayPart]) -> list[NDArray[np.uint8]]:
-    """Read parts of a record's arrays, unverified; Damaged if one is missing."""
+    """Read parts of a record's arrays, unverified; raises Damaged if one is missing."""
     offsets = array_offsets(source)
     buffers = [np.empty(part.nbytes, np.uint8) for part in parts]
     placed = sorted((_place(offsets, part), number) for number, part in enumerate(parts))

@@ -1,9 +1,9 @@
-"""Base class of block stores, which implements reading chains of records.
+"""Base class of block stores, with the code to read chains of records.
 
     held ──> read in parallel into buffers ──> all records before the first failure
 
-A damaged record counts as a miss and is removed. A failure of the store
-itself is an `OSError`, on which its worker switches the tier off.
+A damaged record counts as a miss and is removed. An error of the store itself is an `OSError`,
+after which its worker switches the tier off.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from penstock.tiers.record import ArrayPart, Damaged, Record, Target
 logger = logging.getLogger(__name__)
 
 READERS = 2
-"""Number of records read in parallel; a core reads and hashes slower than most disks."""
+"""Number of records read in parallel, since one core hashes slower than most disks read."""
 
 
 @dataclass(slots=True)
 class TierCounts:
-    """Counts of a store's events, which continue when the store is reopened."""
+    """Counts of a store's events, kept when the store is reopened."""
 
     written_blocks: int = 0
     written_bytes: int = 0
     known_blocks: int = 0
     refused_blocks: int = 0
-    """Writes refused for lack of room, or because the parent is missing."""
+    """Writes refused for lack of space, or because the parent is missing."""
     read_blocks: int = 0
     read_bytes: int = 0
     read_seconds: float = 0.0
@@ -53,14 +53,14 @@ class TierCounts:
 class Store(ABC):
     """Store of one model's blocks. Not thread-safe: used only by a tier's thread.
 
-    A record has the blocks of a span, or the first of them if the chain ended there; its key is the
-    hash of the last block.
+    A record contains the blocks of a span, or only the first ones if the chain ended there; its key
+    is the hash of the last block.
     """
 
     limit_bytes: int = 0
-    """Limit on all bytes in the store; 0 if another program controls it."""
+    """Limit on all bytes in the store; 0 if another program sets it."""
     full: str | None = None
-    """Reason why no new blocks are currently written; None if they are. Reads continue."""
+    """Reason why writing is paused, while reads continue; None if it is not."""
 
     def __init__(self, fingerprint: str, name: str, spans: Spans) -> None:
         self.fingerprint = fingerprint
@@ -77,12 +77,12 @@ class Store(ABC):
         return 0
 
     def held(self, block_hashes: Sequence[bytes], *, resumable: bool = False) -> int:
-        """Return the number of first blocks that can be read, up to a checkpoint if `resumable`."""
+        """Return the number of leading blocks that can be read; `resumable`: up to a checkpoint."""
         ends = [0, *self.spans.ends(len(block_hashes))]
         whole = ends[self._first([block_hashes[end - 1] for end in ends[1:]])]
         batch = block_hashes[
             : self.spans.end(whole) - 1
-        ]  # after the full records one may be shorter
+        ]  # a shorter record may follow the full ones
         if not resumable:
             return whole + self._last(batch[whole:])
         checkpoints = [checkpoint_hash(key) for key in batch]
@@ -100,13 +100,13 @@ class Store(ABC):
 
     @abstractmethod
     def _last(self, block_hashes: Sequence[bytes]) -> int:
-        """Return the number of the last record present, counted from 1; 0 if none."""
+        """Return the number, from 1, of the last record that is present; 0 if none is."""
 
     # ---- acts
 
     @abstractmethod
     def write(self, record: Record) -> object:
-        """Write a record unless present; OSError or ValueError leaves no part of it."""
+        """Write a record unless present; if OSError or ValueError is raised, no part is stored."""
 
     def restore(
         self,
@@ -116,8 +116,8 @@ class Store(ABC):
     ) -> int:
         """Read consecutive records into buffers; return the number read before the first failure.
 
-        Records are read in parallel, while `meanwhile` runs; all reads have ended when
-        this returns. A missing record is a miss; OSError if the store fails.
+        Records are read in parallel while `meanwhile` runs; all reads have ended when this returns.
+        A missing record is a miss. Raises OSError if the store fails.
         """
         began = time.perf_counter()
         whole = list(zip(block_hashes[: self._first(block_hashes)], targets, strict=False))
@@ -152,15 +152,15 @@ class Store(ABC):
         try:
             read.result()
         except (OSError, Damaged) as error:
-            # A future keeps its error, whose frames would keep the buffers alive; so
-            # would those of the error's cause.
+            # The future keeps the error, whose frames, like those of its context, would keep the
+            # buffers alive.
             error.__traceback__ = error.__context__ = None
             if isinstance(error, FileNotFoundError):
                 self.counts.missing_blocks += 1
             elif isinstance(error, Damaged):
                 self.counts.damaged_blocks += 1
                 logger.warning(
-                    "block %s of the %s cache is damaged (%s); it is removed, and recomputed",
+                    "block %s of the %s cache is damaged (%s); removing it, it will be recomputed",
                     key.hex()[:12],
                     self.tier_name,
                     error,
@@ -186,13 +186,13 @@ class Store(ABC):
     def prepare(
         self, block_hashes: Sequence[bytes], known: int = 0, *, resumable: bool = False
     ) -> int:
-        """Return the number of first blocks of a chain that can be read, and count their use."""
+        """Return the number of a chain's leading blocks that can be read, and count their use."""
 
     def note_uses(self) -> None:  # noqa: B027 - not every store needs to
         ...
 
     def clear(self, *, all_models: bool = True) -> int:
-        """Remove all blocks, or this model's, that this store owns; return the number removed."""
+        """Remove all blocks that this store owns, or this model's; return the number removed."""
         return 0
 
     def reconciling(self) -> Iterator[None]:

@@ -1,11 +1,11 @@
-"""Worker thread of a cold tier, which owns its store, writes in the background and reads ahead.
+"""Worker thread of a cold tier, which owns the store, writes in the background and reads ahead.
 
     offer    ──> queue, bounded in bytes ──> Store.write      dropped if the store is too slow
-    call     ──> before all writes       ──> any of Store     returns a future
+    call     ──> before all writes       ──> any method       returns a future
     restore  ──> before all writes       ──> Store.restore    returns a future; 0 if switched off
 
 A store that fails switches the tier off with one message; serving continues, and the thread retries
-the store later. No request waits for that.
+the store later. No request waits for a retry.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class TierStats:
     off: str | None = None
     """Reason why the tier is switched off; None while it is on."""
     full: str | None = None
-    """Reason why no new blocks are currently written; reads continue."""
+    """Reason why writing is paused, while reads continue; None if it is not."""
     queued_bytes: int = 0
     dropped_blocks: int = 0
-    """Blocks not written because the queue was full, the tier off, or the block evicted."""
+    """Number of blocks not written: the queue was full, the tier off, or the block evicted."""
     held_bytes: int = 0
     limit_bytes: int = 0
     """Limit of the folder in bytes; 0 for a remote store, whose limit is unknown."""
@@ -65,12 +65,12 @@ class _Call(Generic[T]):
     run: Callable[[Store], T]
     otherwise: T
     prepare: Callable[[], object] | None
-    """Preparation that may run earlier on the worker thread."""
+    """Preparation that may run on the worker thread before the call; None for none."""
     answer: Future[T] = field(default_factory=Future)
     begun: bool = False
 
     def begin(self) -> bool:
-        """Return whether the call is still wanted; afterwards it cannot be cancelled."""
+        """Return False if the call was cancelled; afterwards it cannot be cancelled."""
         if not self.begun and not self.answer.cancelled():
             self.begun = self.answer.set_running_or_notify_cancel()
         return self.begun
@@ -80,8 +80,8 @@ class ColdTier:
     """A store and the thread that owns it. Thread-safe.
 
     The thread calls `make` to open the store, which may raise `OSError` or `sqlite3.Error`, and
-    again `retry_seconds` after a failure. The name must not have secrets. A tombstone remembers a
-    deletion across restarts, until it is done.
+    again `retry_seconds` after a failure. `name` is logged, so it must not contain secrets. A
+    tombstone records a deletion across restarts until it is done.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ColdTier:
         self._changed = threading.Condition()
         self._warned_full = False
         self._to_clear: bool | None = None
-        """Whether to remove all models' blocks or only this model's; None if nothing."""
+        """True to remove all models' blocks, False for only this model's, None for none."""
         self._chores: Iterator[None] | None = None
         self._closing = False
         self._busy = False
@@ -141,8 +141,8 @@ class ColdTier:
     ) -> Future[T]:
         """Queue a call on the store, before all writes; a failure switches the tier off.
 
-        The answer is `otherwise` while the store is off. `prepare` may run on the thread before
-        the call's turn.
+        The result is `otherwise` while the tier is off. `prepare` may run on the worker thread
+        while an earlier call is reading.
         """
         call: _Call[T] = _Call(run, otherwise, prepare)
         with self._changed:
@@ -158,7 +158,7 @@ class ColdTier:
         block_hashes: Sequence[bytes],
         make_targets: Callable[[], Sequence[Mapping[str, Target]]],
     ) -> Future[int]:
-        """Read the first records of a chain into buffers; return the number read before a failure.
+        """Read leading records of a chain into buffers; return a future of the number read.
 
         `make_targets` returns the same targets at each call. The worker thread calls it when
         it starts to read, or while reading for another call; the memory belongs to the thread until
@@ -171,7 +171,7 @@ class ColdTier:
         )
 
     def read_parts(self, parts: Mapping[bytes, Sequence[ArrayPart]]) -> Future[Parts]:
-        """Read parts of records by key, unverified, also during writes; for one caller."""
+        """Read parts of records by key, unverified, even during writes. From a single thread."""
         with self._changed:
             store = None if self.is_off else self._store
         if store is None:
@@ -190,9 +190,9 @@ class ColdTier:
         return {key: read.result() for key, read in reads.items() if key not in wrong}
 
     def clear(self, *, all_models: bool = True) -> Future[int | None]:
-        """Remove all blocks, or this model's; return the number removed, None if the store is off.
+        """Remove all blocks, or this model's; return a future of the number, or of None if off.
 
-        The deletion is remembered until done: a store that recovers is cleared before it is read,
+        The deletion is recorded until done: a store that recovers is cleared before it is read,
         even in another process.
         """
         with self._changed:
@@ -236,9 +236,9 @@ class ColdTier:
     def _clear(self, store: Store) -> int:
         with self._changed:
             all_models = self._to_clear
-        if all_models is None:  # already done when the store recovered
+        if all_models is None:  # done when the store recovered
             return 0
-        for _ in self._chores or ():  # they would index files that the index lacks
+        for _ in self._chores or ():  # these would add files to the index
             pass
         self._chores = None
         self._remember()
@@ -270,7 +270,7 @@ class ColdTier:
         with self._changed:
             following = self._calls[0] if self._calls else None
         if following is not None and following.prepare is not None and following.begin():
-            # A boundary: the error recurs at the call's turn.
+            # An error recurs when the call runs.
             with suppress(Exception):
                 following.prepare()
 
@@ -279,7 +279,7 @@ class ColdTier:
 
     @property
     def is_off(self) -> bool:
-        """Whether the tier accepts nothing, because it is closing or its store has failed."""
+        """Whether the tier accepts no calls, because it is closing or its store has failed."""
         return self._stats.off is not None or self._closing
 
     def _run(self) -> None:
@@ -293,7 +293,8 @@ class ColdTier:
                 self._changed.notify_all()
             self._remember()
             self._refuse()
-            # Restore buffers use its stream; a stream of an ended thread aborts the process.
+            # Restore buffers use this thread's stream; one left by an ended thread aborts the
+            # process.
             mx.clear_streams()
 
     def _serve(self) -> None:
@@ -364,7 +365,7 @@ class ColdTier:
                     except FAULTS:
                         called.answer.set_result(called.otherwise)
                         raise
-                    # A boundary: errors belong to the caller.
+                    # Errors are passed to the caller.
                     except Exception as error:
                         logger.exception("a call to the %s failed", self._name)
                         # Its frames would keep the call and its buffers alive.
@@ -387,7 +388,7 @@ class ColdTier:
         return True
 
     def _note_full(self, full: str | None) -> None:
-        """Record why the store takes no new blocks, and log it the first time."""
+        """Record why writing is paused, and log it the first time."""
         with self._changed:
             self._stats.full = full
         if full is not None and not self._warned_full:
@@ -397,8 +398,8 @@ class ColdTier:
     def _write(self, store: Store, record: Record) -> None:
         try:
             store.write(record)
-        except ValueError as error:  # only this block cannot be encoded
-            logger.error("a block cannot be written to the cold tier: %s", error)
+        except ValueError as error:  # only this block is affected
+            logger.error("dropping a block that cannot be written to the cold tier: %s", error)
             with self._changed:
                 self._stats.dropped_blocks += 1
 

@@ -1,4 +1,4 @@
-"""What every client is asked, and the report of how it went.
+"""Requests sent by every client, and the report of their outcome.
 
 A script imports what it needs from here and ends with `report(...)`, which runs its steps and
 writes one line of JSON for each.
@@ -59,7 +59,7 @@ CALLED: list[str] = []
 
 
 def was_called() -> None:
-    """Check that the tool was called once."""
+    """Check that the tool was called exactly once."""
     assert CALLED == ["falcon"], f"look_up was called with {CALLED}"
 
 
@@ -69,7 +69,7 @@ def user(text: str) -> dict[str, Any]:
 
 
 def report(**steps: Callable[[], None]) -> None:
-    """Run the steps and print the outcome of each; errors go to the standard error."""
+    """Run the steps and print each outcome; errors go to standard error."""
     for name, step in steps.items():
         CALLED.clear()
         error = None

@@ -57,7 +57,7 @@ REQUESTS = [
 
 
 def blurred(share: float = 0.3) -> Any:
-    """Return the model with other numbers in its weights: often right, and often wrong."""
+    """Return the model with perturbed weights: often right, and often wrong."""
     model = deepcopy(model_of("llama"))
     mx.random.seed(5)
 
@@ -81,7 +81,7 @@ def running(main: Any, draft: Any = None, **settings: Any) -> Iterator[Core]:
 
 
 def answers(core: Core, requests: Sequence[Request] = REQUESTS) -> list[Any]:
-    """Return the answers of requests that run together."""
+    """Return the answers of concurrent requests."""
     handles = [core.submit(request) for request in requests]
     while core.step():
         core.view.check()
@@ -94,7 +94,7 @@ def answers(core: Core, requests: Sequence[Request] = REQUESTS) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine measures anything; here a step takes the same whatever it checks."""
+    """Use constant step times, since a busy machine measures random ones."""
     monkeypatch.setattr(StepCosts, "ratio", lambda *_: 1.0)
     monkeypatch.setattr(StepCosts, "draft_ratio", lambda *_: 0.0)
     monkeypatch.setattr(StepCosts, "saved_seconds", lambda *_: 1e9)
@@ -126,7 +126,7 @@ def test_draft_does_not_change_answers(family: str, more: dict[str, Any]) -> Non
                 assert stats.by_kind["draft"] > core.draft.fixed_bytes, "its tree"
 
 
-def test_good_draft_saves_steps_and_bad_draft_is_disabled(
+def test_accurate_draft_saves_steps_and_poor_draft_is_disabled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     greedy, steps = REQUESTS[:2], []
@@ -155,7 +155,9 @@ def test_check_detects_verifier_that_accepts_everything(monkeypatch: pytest.Monk
         assert answers(core, REQUESTS[:2]) != expected
 
 
-def test_drafting_is_off_where_it_costs_more_than_it_gains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafting_is_disabled_if_it_costs_more_than_it_saves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(StepCosts, "draft_ratio", lambda *_: 9.0)
     with running(model_of("llama"), model_of("llama")) as core:
         answers(core)
@@ -164,7 +166,7 @@ def test_drafting_is_off_where_it_costs_more_than_it_gains(monkeypatch: pytest.M
         assert core.view.stats().by_kind["draft"] == core.draft.fixed_bytes
 
 
-def test_draft_cost_limits_width(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_cost_limits_number_of_proposed_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     costs, hoped = StepCosts(), [(16, 0.9)]
     for _ in range(LEAST_SAMPLES):
@@ -180,7 +182,7 @@ def test_draft_cost_limits_width(monkeypatch: pytest.MonkeyPatch) -> None:
     assert costs.best(hoped, 1) == (0, 1.0)
 
 
-def test_long_prompt_is_not_drafted_for_short_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_answer_to_long_prompt_is_not_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading the prompt must cost less than the answer's tokens gain."""
     read = []
     for tokens in (40, 120):
@@ -197,7 +199,7 @@ def test_long_prompt_is_not_drafted_for_short_answer(monkeypatch: pytest.MonkeyP
 
 
 def run(core: Core, requests: Sequence[Request], steps: int) -> list[Any]:
-    """Return the handles of requests that have run for some steps."""
+    """Return the handles of requests after some steps."""
     handles = [core.submit(request) for request in requests]
     for _ in range(steps):
         core.step()
@@ -229,7 +231,7 @@ def test_finished_sequences_free_draft_bytes(how: str) -> None:
         assert core.ledger.by_class()[Kind.DRAFT] == draft.fixed_bytes
 
 
-def test_check_detects_lost_draft_bytes() -> None:
+def test_check_detects_leaked_draft_bytes() -> None:
     """Negative control."""
     with running(model_of("llama"), model_of("llama")) as core:
         run(core, REQUESTS[:1], 14)
@@ -261,7 +263,7 @@ def test_draft_prefixes_are_shared_and_evicted_first() -> None:
         assert (tree.tokens, core.view.stats().nodes) == (0, nodes)
 
 
-def test_running_sequences_lose_draft_kv_last() -> None:
+def test_draft_kv_of_running_sequences_is_evicted_last() -> None:
     with running(model_of("llama")) as core:
         expected = answers(core, REQUESTS[:2])
     with running(model_of("llama"), model_of("llama")) as core:
@@ -291,7 +293,7 @@ def test_draft_under_memory_pressure_does_not_change_answers(beside: int) -> Non
             assert core.ledger.used_bytes <= core.ledger.limit_bytes
 
 
-def test_draft_error_means_no_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_error_does_not_change_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("a fault")
 

@@ -61,7 +61,7 @@ def ask(core: Core, text: str = QUESTION, **settings: Any) -> Handle:
 
 
 def run(core: Core, *handles: Handle) -> list[Choice]:
-    """Run to the end and return the first answers."""
+    """Run all requests and return the first answers."""
     while core.step():
         core.view.check()
     for handle in handles:
@@ -96,7 +96,7 @@ def assert_follows(text: str) -> None:
         ({"type": {1, 2}}, "."),
     ],
 )
-def test_bad_schema_error_comes_from_library(schema: Any, said: str) -> None:
+def test_invalid_schema_error_comes_from_grammar_library(schema: Any, said: str) -> None:
     with pytest.raises(SettingError, match=f"^the JSON schema (cannot be|is invalid).*{said}"):
         json_schema_grammar(schema)
 
@@ -284,7 +284,7 @@ def test_constrained_answer_resumes_after_preemption(embedded: Any) -> None:
 
 
 class Signs:
-    """A tokenizer without a backend: a sign a token, and one that is a byte. Knows no end."""
+    """A tokenizer without a backend: one token per character or byte, and no EOS."""
 
     signs = "".join(map(chr, range(32, 127)))
     eos_token_ids: frozenset[int] = frozenset()
@@ -338,7 +338,7 @@ def signs() -> Iterator[Core]:
     made.close()
 
 
-def test_tokenizer_without_backend_is_spelled_out(signs: Core) -> None:
+def test_grammar_works_without_fast_tokenizer(signs: Core) -> None:
     prompt = tuple(range(40))
     handles = [
         signs.submit(Request(prompt=prompt, max_tokens=200, grammar=grammar, n=2))
@@ -350,7 +350,7 @@ def test_tokenizer_without_backend_is_spelled_out(signs: Core) -> None:
     assert (reason(found), reason(lines)) == ("stop", "stop")
 
 
-def test_dead_end_grammar_fails_only_its_answer(signs: Core) -> None:
+def test_grammar_without_allowed_token_fails_only_its_answer(signs: Core) -> None:
     bad = signs.submit(Request(prompt=tuple(range(40)), max_tokens=20, grammar='start: "aé"'))
     good = signs.submit(Request(prompt=tuple(range(40)), max_tokens=200, grammar=GRAMMAR))
     free = signs.submit(Request(prompt=tuple(range(40)), max_tokens=20))
@@ -366,7 +366,7 @@ def test_dead_end_grammar_fails_only_its_answer(signs: Core) -> None:
     signs.view.check()
 
 
-def test_backend_without_bytes_is_spelled_out() -> None:
+def test_grammar_works_with_word_level_tokenizer() -> None:
     words = {word: i for i, word in enumerate(["yes", "no", "maybe", "</s>", "?"])}
     backend = Tokenizer(models.WordLevel(words, unk_token="?"))
     fast: Any = PreTrainedTokenizerFast
@@ -377,7 +377,7 @@ def test_backend_without_bytes_is_spelled_out() -> None:
     assert constraint.accept(1)
 
 
-def test_whitespace_is_bounded(signs: Core) -> None:
+def test_grammar_bounds_whitespace(signs: Core) -> None:
     blank = Sampling(logit_bias={0: 1e6, 95: 1e6})
     handle = signs.submit(
         Request(prompt=(1, 2, 3), max_tokens=300, grammar=GRAMMAR, sampling=blank)

@@ -117,7 +117,7 @@ def embedded() -> Any:
 
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarTrials]:
-    """Trials of a process of their own, which take at most a fifth of a second."""
+    """Return trials in a separate process, limited to a fifth of a second."""
     made = GrammarTrials()
     monkeypatch.setattr(grammar_trials, "COMPILE_SECONDS", 0.2)
     monkeypatch.setattr(constraint, "grammar_trials", made)
@@ -169,7 +169,7 @@ def test_expensive_grammar_compiles_without_limits(
     assert Grammars(embedded[1], 3_025).constraint(grammar).allowed(3_025).any()
 
 
-def test_verdict_is_cached(trials: GrammarTrials) -> None:
+def test_grammar_trial_result_is_cached(trials: GrammarTrials) -> None:
     grammar = text_of(HOSTILE["a prime in Lark"])
     first = trials.verdict(grammar)
     trials.close()
@@ -204,7 +204,7 @@ def test_trial_process_ends_with_parent() -> None:
     wait_until(lambda: not psutil.pid_exists(pid))
 
 
-def test_lexer_state_limit_grows_with_counts() -> None:
+def test_lexer_state_limit_grows_with_repeat_counts() -> None:
     few = grammar_limits('start: "1970" /[a-z]{2,9}/')["max_lexer_states"]
     assert grammar_limits("start: /[a-z]{2,9000}/")["max_lexer_states"] == few - 9 + 9_000
     assert grammar_limits('{"maxLength": 9000}')["max_lexer_states"] == few - 9 + 9_000
@@ -258,7 +258,7 @@ def test_lru_grammars_are_evicted_and_running_answers_keep_theirs(embedded: Any)
         Grammars(embedded[1], 3_025, 1_000).constraint(WORD % "a")
 
 
-def test_grammar_beyond_ledger_is_refused(embedded: Any) -> None:
+def test_grammar_larger_than_free_memory_is_refused(embedded: Any) -> None:
     with Engine(*embedded, memory_limit="100MB", block_size=16) as engine:
         ledger = engine._core.ledger
         full = engine._wait(
@@ -307,7 +307,7 @@ def test_slow_constrained_answer_fails_alone(
     core.close()
 
 
-def test_slow_constrained_answer_finishes_with_more_time(
+def test_slow_constrained_answer_finishes_with_larger_time_limit(
     embedded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control."""
@@ -319,7 +319,7 @@ def test_slow_constrained_answer_finishes_with_more_time(
     core.close()
 
 
-def test_answers_share_mask_time_of_step(embedded: Any) -> None:
+def test_answers_share_time_limit_for_masks(embedded: Any) -> None:
     grammars = Grammars(embedded[1], 3_025)
     alone = grammars.constraint(WORD % "a")
     alone.allowed(3_025)
@@ -336,7 +336,9 @@ def test_answers_share_mask_time_of_step(embedded: Any) -> None:
     assert spent._parts == 1
 
 
-def test_exhausted_lexer_is_recompiled(embedded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_with_exhausted_lexer_is_recompiled(
+    embedded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grammar_trials, "LEAST_STATES", 40)
     core = Core(*embedded, memory_limit="100MB", block_size=16)
     grammar = "start: /([ab]{1,9}c){1,9}([de]f){1,9}[a-z ]*/"

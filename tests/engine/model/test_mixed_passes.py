@@ -1,7 +1,8 @@
-"""Running sequences and a prefill chunk in one pass: as in two passes of their own."""
+"""Decode rows and prefill chunks in one pass match separate passes."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -12,9 +13,14 @@ from parity_models import SHARED_FAMILIES, model_of, prompt_of
 
 from penstock.attention import devices
 from penstock.attention.attention_plan import DecodeRow
-from penstock.engine.model.runner import Runner
+from penstock.config import EngineSettings
+from penstock.engine.fixed_memory import measured_estimator
+from penstock.engine.model.runner import PromptChunk, Runner
+from penstock.engine.model.step_peaks import SLACK
+from penstock.engine.model.step_trials import peak_of
 from penstock.kv.segment import KVSpan
 from penstock.kv.tails import Tails
+from penstock.ledger import Ledger
 from penstock.models import layer_seams
 from penstock.models.weight_packer import kv_dtype, pack, weight_packer
 from support.small_models import BASE, build
@@ -27,7 +33,7 @@ START, COUNT = 32, 21
 
 
 class Scene:
-    """Two rows behind a shared span, one with a tail, and a prompt whose first block is read."""
+    """Two rows after a shared span, one with a tail, and a partly prefilled prompt."""
 
     def __init__(self, model: Any, *, halves: bool = False) -> None:
         dtype = kv_dtype(model) if halves else None
@@ -49,12 +55,50 @@ class Scene:
         chunk = self.runner.prefill(PROMPT[52 : 52 + COUNT], self.begun, START)
         return [decoded.logits, *tails.buffers(), *_sides(chunk.segment)]
 
+    def of_rows(self, width: int) -> list[mx.array]:
+        """Return the results of the rows alone; nothing if the width is 0."""
+        return self.apart(width)[: 1 + len(self.rows()[1].buffers())] if width else []
+
     def together(self, width: int, position: int = START) -> list[mx.array]:
         rows, tails = self.rows()
         new = [row[:width] for row in NEW]
-        prompt = PROMPT[52 : 52 + COUNT]
-        decoded, chunk = self.runner.mixed(new, rows, tails, prompt, self.begun, position)
-        return [decoded.logits, *tails.buffers(), *_sides(chunk.segment)]
+        chunk = PromptChunk(PROMPT[52 : 52 + COUNT], self.begun, position)
+        output = self.runner.mixed(new, rows, tails, [chunk])
+        assert output.decoded is not None and output.logits == [None]
+        return [output.decoded.logits, *tails.buffers(), *_sides(output.chunks[0].segment)]
+
+    def questions(self) -> list[PromptChunk]:
+        """Return short prompt ends after the shared span."""
+        return [
+            PromptChunk(PROMPT[60:67], self.parts, 48, skipped=6),
+            PromptChunk(PROMPT[52 : 52 + COUNT], self.begun, START),
+            PromptChunk(PROMPT[70:75], self.parts, 48, skipped=2),
+            PromptChunk(PROMPT[75:79], (), 0, skipped=0),
+        ]
+
+    def each_apart(self) -> list[mx.array]:
+        read: list[mx.array] = []
+        for chunk in self.questions():
+            where = chunk.tokens, chunk.parts, chunk.position
+            if chunk.skipped is None:
+                output = self.runner.prefill(*where)
+            else:
+                logits, output = self.runner.read(*where, skipped=chunk.skipped)
+                read.append(logits)
+            read += _sides(output.segment)
+        return read
+
+    def all_together(self, width: int) -> list[mx.array]:
+        """Return what the questions leave in one pass, beside the rows if they have a width."""
+        rows, tails = self.rows() if width else ([], Tails(1, 16, self.runner.shapes))
+        new = [row[:width] for row in NEW[: len(rows)]]
+        output = self.runner.mixed(new, rows, tails, self.questions())
+        read: list[mx.array] = []
+        for chunk, logits in zip(output.chunks, output.logits, strict=True):
+            read += [*([] if logits is None else [logits]), *_sides(chunk.segment)]
+        if output.decoded is not None:
+            read += [output.decoded.logits, *tails.buffers()]
+        return read
 
 
 def _sides(segment: Any) -> list[mx.array]:
@@ -62,7 +106,7 @@ def _sides(segment: Any) -> list[mx.array]:
 
 
 def off(some: list[mx.array], others: list[mx.array]) -> float:
-    """Return the largest difference of two lists of arrays, relative to the largest number."""
+    """Return the largest difference of two lists of arrays, relative to the largest value."""
     assert [x.shape for x in some] == [x.shape for x in others]
     pairs = [(np.array(x.astype(mx.float32)), np.array(y.astype(mx.float32)))
              for x, y in zip(some, others, strict=True)]  # fmt: skip
@@ -71,18 +115,28 @@ def off(some: list[mx.array], others: list[mx.array]) -> float:
 
 @pytest.mark.parametrize("family", SHARED_FAMILIES)
 @pytest.mark.parametrize("width", [1, 2])
-def test_one_pass_computes_what_two_do(family: str, width: int) -> None:
+def test_mixed_pass_matches_separate_passes(family: str, width: int) -> None:
     scene = Scene(model_of(family))
-    assert not scene.runner.mixes, "both parts would be alive in MLX's operations"
+    assert scene.runner.mixes != scene.runner.is_recurrent
     if scene.runner.is_recurrent:
         pytest.skip("recurrent layers have a state for each sequence")
     assert off(scene.together(width), scene.apart(width)) < 1e-4
 
 
+@pytest.mark.parametrize("family", SHARED_FAMILIES)
+@pytest.mark.parametrize("width", [0, 2])
+def test_several_chunks_in_one_pass_match_separate_passes(family: str, width: int) -> None:
+    scene = Scene(model_of(family))
+    if scene.runner.is_recurrent:
+        pytest.skip("recurrent layers have a state for each sequence")
+    apart = scene.each_apart() + scene.of_rows(width)
+    assert off(scene.all_together(width), apart) < 1e-4
+
+
 @pytest.mark.skipif(weight_packer() is None, reason="packed products are compiled by Numba")
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("width", [1, 2])
-def test_packed_layers_compute_one_pass_to_the_bit(name: str, width: int) -> None:
+def test_packed_layers_are_bit_identical_in_mixed_pass(name: str, width: int) -> None:
     windows = {"sliding_window": 24, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16}
     more = windows if name == "gemma3_text" else {}
     mx.random.seed(3)
@@ -93,16 +147,46 @@ def test_packed_layers_compute_one_pass_to_the_bit(name: str, width: int) -> Non
     assert scene.runner.mixes and scene.runner.shapes[0].dtype == mx.float16
     pairs = zip(scene.together(width), scene.apart(width), strict=True)
     assert all(mx.array_equal(*pair) for pair in pairs)
+    for several in (0, width):
+        apart = scene.each_apart() + scene.of_rows(several)
+        pairs = zip(scene.all_together(several), apart, strict=True)
+        assert all(mx.array_equal(*pair) for pair in pairs)
 
 
-def test_check_detects_a_chunk_elsewhere() -> None:
+@pytest.mark.parametrize("family", ["embedded", "llama"])
+@pytest.mark.parametrize(("chunk", "slots", "proposed"), [(256, 8, 0), (256, 8, 3), (24, 4, 0)])
+def test_mixed_pass_stays_within_reserved_bytes(
+    family: str, chunk: int, slots: int, proposed: int
+) -> None:
+    runner, width = Scene(model_of(family)).runner, proposed + 1
+    sizes = {"prefill_chunk": chunk, "max_batch_size": slots, "speculative_tokens": proposed}
+    limits = EngineSettings(memory_limit=10**9, block_size=8, max_kv_size=1_024, **sizes)
+    tails = Tails(slots, 16, runner.shapes)
+    estimator = measured_estimator(runner, limits, tails, Ledger(10**9))
+
+    def mixed(tokens: int, slots: int, chunks: int = 1) -> None:
+        rows = [DecodeRow((), 0, slot, 0) for slot in range(slots)]
+        prompts = [PromptChunk([0] * (tokens // chunks), (), 0)] * chunks
+        output = runner.mixed([[0] * width] * slots, rows, tails, prompts)
+        mx.eval(output.decoded.logits if output.decoded else [], tails.buffers())
+
+    reserved = SLACK * estimator.peak_bytes
+    assert 0 < estimator.mixed_tokens < chunk
+    for beside in (slots, 0):
+        for chunks in (1, 4):
+            one_pass = partial(mixed, estimator.mixed_tokens, beside, chunks)
+            assert peak_of(one_pass)[0] <= reserved
+    assert peak_of(partial(mixed, 2 * chunk, slots))[0] > reserved
+
+
+def test_check_detects_chunk_at_wrong_position() -> None:
     scene = Scene(model_of("llama"))
     assert off(scene.together(1, START + 1), scene.apart(1)) > 1e-3
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_logits_of_a_chunk_are_not_computed(
+def test_prefill_chunk_logits_are_not_computed(
     tied: bool, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mx.random.seed(3)

@@ -20,7 +20,7 @@ from penstock.engine.model import prompt_logprobs
 from penstock.engine.model.prompt_logprobs import MOST_BYTES, PromptToken, score
 from penstock.engine.request import Request
 from penstock.engine.schedule import costs
-from penstock.errors import NeverFits
+from penstock.errors import NeverFits, SettingError
 from penstock.ledger import Kind
 
 NEAR = 2e-4
@@ -31,7 +31,7 @@ ENDS = ((5, 6, 7, 8), (9, 10, 11), (12,), (5, 6, 9))
 
 
 def alone(model: Any, prompt: Sequence[int]) -> np.ndarray[Any, Any]:
-    """Return the log-probabilities behind each token, (n, vocabulary), by the model alone."""
+    """Return the log-probabilities after each token by the model alone, (n, vocabulary)."""
     with mx.stream(mx.cpu):
         logits = model(mx.array([list(prompt)]))[0].astype(mx.float32)
         return np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
@@ -43,7 +43,7 @@ def tokens_of(handle: Handle) -> list[PromptToken]:
 
 
 def check(model: Any, handle: Handle, near: float = NEAR, first_tokens: int | None = None) -> None:
-    """Compare each number of a prompt, or of its first tokens, with the model's own."""
+    """Compare each log-probability of a prompt, or of its first tokens, with the model's."""
     prompt = handle.request.prompt
     # Without the last token, as mlx-lm cuts a prompt: some models' numbers depend on it.
     expected = alone(model, prompt[: max(1, len(prompt) - 1)])[:first_tokens]
@@ -86,7 +86,7 @@ def test_prompt_logprobs_match_model_cold_and_cached(family: str, settings: dict
 
 
 @pytest.mark.parametrize("family", ["phi3small", "minicpm3", "deepseek_v2", "qwen3_moe"])
-def test_prompt_logprobs_of_other_families(family: str) -> None:
+def test_prompt_logprobs_match_model_in_other_families(family: str) -> None:
     model = tiny_families.build(family)
     prompts = [tiny_families.prompt_of(40, seed=3), [*tiny_families.prompt_of(37, seed=3), 1]]
     with (
@@ -135,7 +135,7 @@ def test_cached_prompt_without_logits_is_recomputed() -> None:
             check(model, handle)
 
 
-def test_larger_top_logprobs_are_recomputed() -> None:
+def test_larger_number_of_top_logprobs_is_recomputed() -> None:
     model = model_of("llama")
     with running(None) as core:
         for top in (0, 20, 3):
@@ -230,7 +230,7 @@ def test_full_vocabulary_scores_are_reserved_before_allocation() -> None:
             assert all(len(one.top) == VOCABULARY_TOKENS for one in tokens_of(handle)[1:])
 
 
-def test_oversized_scores_are_refused_with_their_bytes() -> None:
+def test_scores_beyond_memory_are_refused_with_their_bytes() -> None:
     with running(None, memory_limit="32MB") as core:
         prompt = tuple(tiny_families.prompt_of(4_000, seed=5))
         with pytest.raises(NeverFits, match=r"with [\d.]+ MB of logits"):
@@ -239,7 +239,7 @@ def test_oversized_scores_are_refused_with_their_bytes() -> None:
         core.submit(Request(prompt=prompt[:9], prompt_logprobs=-1, max_tokens=1)).cancel()
 
 
-def test_oversized_logits_are_refused_with_their_bytes() -> None:
+def test_logits_beyond_memory_are_refused_with_their_bytes() -> None:
     with running(None, memory_limit="40MB") as core, pytest.MonkeyPatch.context() as patch:
         patch.setattr(costs, "LOGIT_BYTES", 10_000)
         with pytest.raises(NeverFits, match=r"with [\d.]+ MB of logits"):
@@ -260,3 +260,54 @@ def test_large_vocabulary_scores_are_computed_in_pieces() -> None:
     assert [int(rank) for rank in whole.numbers[:, 0]] == [
         int((row > row[target]).sum()) + 1 for row, target in zip(rows, targets, strict=True)
     ]
+
+
+# ---- candidates at the end of a prompt
+
+
+def test_candidates_after_cached_prompt_match_model() -> None:
+    model = model_of("llama")
+    candidates = (3, 1, 7, 200)
+    base = (*SHARED, 4)  # ends inside a block
+    with running(None) as core:
+        submit(core, base, max_tokens=0)
+        settle(core)
+        before = core.counters.prefilled_tokens
+        asked = {"logprobs_from": len(base), "candidates": candidates, "top": 0}
+        handles = ask(core, *((*base, *end) for end in ENDS), **asked)
+        computed = core.counters.prefilled_tokens - before
+        assert computed == sum(len(end) for end in ENDS)
+        for handle, end in zip(handles, ENDS, strict=True):
+            expected = alone(model, (*base, *end[:-1]))[len(base) - 1 :]
+            assert handle.prompt_logprobs is not None
+            rows = handle.prompt_logprobs.candidate_values
+            assert np.allclose(rows, expected[:, candidates], atol=NEAR)
+            tokens = tokens_of(handle)
+            assert [one.logprob is None for one in tokens] == [True] * len(base) + [False] * len(
+                end
+            )
+            for row, one, token in zip(expected, tokens[len(base) :], end, strict=True):
+                assert one.logprob is not None and abs(one.logprob - row[token]) < NEAR
+                assert [number for number, _ in one.top] == list(candidates)
+
+
+def test_candidate_logprobs_ignore_cached_top_logprobs() -> None:
+    """Both are kept in the same columns: only the likeliest may be read again."""
+    model = model_of("llama")
+    with running(None) as core:
+        ask(core, (*SHARED, 5))
+        for first in (0, 1, 40, 96, 99):
+            asked = {"logprobs_from": first, "candidates": (8, 2)}
+            (handle,) = ask(core, (*SHARED, 5), top=0, **asked)
+            expected = alone(model, SHARED)[max(0, first - 1) :, (8, 2)]
+            assert handle.prompt_logprobs is not None
+            assert np.allclose(handle.prompt_logprobs.candidate_values, expected, atol=NEAR)
+        (plain,) = ask(core, (*SHARED, 5))
+        check(model, plain)
+
+
+def test_logprobs_start_beyond_prompt_is_refused() -> None:
+    with pytest.raises(SettingError, match="logprobs_from 3 is behind the prompt's 3 tokens"):
+        Request(prompt=(1, 2, 3), prompt_logprobs=0, logprobs_from=3)
+    with pytest.raises(SettingError, match="need prompt_logprobs"):
+        Request(prompt=(1, 2, 3), candidates=(1,))

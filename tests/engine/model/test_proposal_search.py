@@ -26,7 +26,7 @@ SALT = b"one".ljust(8)
 
 
 class AskingAll(Speculation):
-    """Speculation that asks every proposer, and takes the longest agreement."""
+    """Speculation that calls every proposer and takes the longest match."""
 
     def propose(self, tokens: Sequence[int], most: int) -> Proposal:
         if self._ahead:
@@ -52,7 +52,7 @@ PARTS: Any = st.lists(
 
 @given(PARTS, st.lists(st.integers(0, 5), max_size=30))
 @settings(max_examples=150)
-def test_search_matches_asking_every_proposer(parts: Parts, expected: list[int]) -> None:
+def test_shared_search_matches_separate_proposers(parts: Parts, expected: list[int]) -> None:
     """Sequences take turns; there are few pages, so the oldest are reused."""
     check_same(parts, expected)
 
@@ -81,7 +81,7 @@ def searching(text: SharedText, expected: list[int], number: int) -> Speculation
     return AskingAll([PredictionProposer(expected, 0), NgramProposer(), shared])
 
 
-def test_search_on_repetitive_texts_matches_asking_every_proposer() -> None:
+def test_shared_search_matches_separate_proposers_on_repetition() -> None:
     draw = random.Random(1)
     lines = [[draw.randrange(30) for _ in range(40)] for _ in range(20)]
     parts = []
@@ -94,7 +94,7 @@ def test_search_on_repetitive_texts_matches_asking_every_proposer() -> None:
     check_same(parts, [token for line in lines for token in line], page=64)
 
 
-def test_check_detects_proposer_that_misses_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_proposer_that_skips_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: if not asked, it skips text."""
     propose = SharedProposer.propose
 
@@ -106,4 +106,4 @@ def test_check_detects_proposer_that_misses_text(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(SharedProposer, "propose", lazy)
     with pytest.raises(AssertionError):
-        test_search_on_repetitive_texts_matches_asking_every_proposer()
+        test_shared_search_matches_separate_proposers_on_repetition()

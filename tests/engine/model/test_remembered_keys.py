@@ -1,4 +1,4 @@
-"""Key centers and scales are measured once for the weights of a model."""
+"""Key centers and scales are measured once per set of weights, and saved."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of the user's cache; whatever is measured is kept there."""
+    """Return the user's cache folder, in which all measurements are saved."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(remembered_keys, "REMEMBERED_SECONDS", 0.0)
     return tmp_path / "penstock"
@@ -34,7 +34,7 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the lengths of the runs from which keys are measured."""
+    """Return the lengths of the measuring runs."""
     lengths: list[int] = []
     read_run = Runner.read_run
 
@@ -47,7 +47,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def measured(model: Any) -> tuple[dict[int, Any], str]:
-    """Open an engine; return its key centers as tables, and its fingerprint, which has scales."""
+    """Open an engine; return its key centers as tables, and its fingerprint."""
     core = Core(model, **SETTINGS)
     try:
         centers = core.runner.selection.index.centers
@@ -57,7 +57,7 @@ def measured(model: Any) -> tuple[dict[int, Any], str]:
         core.close()
 
 
-def test_second_start_measures_no_keys(cached: Path, runs: list[int]) -> None:
+def test_second_start_reuses_measured_key_statistics(cached: Path, runs: list[int]) -> None:
     model = model_of("llama")
     tables, name = measured(model)
     assert RUN_TOKENS in runs and SCALES_CHUNK in runs
@@ -69,7 +69,7 @@ def test_second_start_measures_no_keys(cached: Path, runs: list[int]) -> None:
     assert all(np.array_equal(table, again[layer]) for layer, table in tables.items())
 
 
-def test_other_weights_of_same_form_are_measured(cached: Path, runs: list[int]) -> None:
+def test_changed_weights_are_measured_again(cached: Path, runs: list[int]) -> None:
     model = model_of("llama")
     measured(model)
     runs.clear()
@@ -98,7 +98,7 @@ def test_damaged_file_is_measured_again(cached: Path, runs: list[int]) -> None:
     assert name == same_name and tables.keys() == again.keys()
 
 
-def test_short_measurement_leaves_no_file(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_measurement_is_not_saved(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remembered_keys, "REMEMBERED_SECONDS", 1e9)
     measured(model_of("llama"))
     assert not (cached / "centers").exists() and not (cached / "scales").exists()

@@ -162,7 +162,7 @@ def test_top_p_over_largest_logits_only_would_be_wrong() -> None:
 
 
 def processed(logits: mx.array, tokens: Sequence[int], **values: Any) -> mx.array:
-    """Apply mlx-lm's processors, all with a context that holds everything."""
+    """Apply mlx-lm's logits processors with an unlimited context."""
     for name in list(values):
         if name.endswith("penalty"):
             values[f"{name.removesuffix('_penalty')}_context_size"] = 10**6
@@ -255,7 +255,7 @@ def test_token_counts_are_updated_incrementally(
         assert counts == [kept[token] for token in range(8)]
 
 
-def test_logit_bias_beyond_vocabulary_is_refused() -> None:
+def test_logit_bias_outside_vocabulary_is_refused() -> None:
     sampling = Sampling(logit_bias={3: 1.0, 64: 1.0})
     TokenSampler(sampling, (), vocabulary_size=65)
     with pytest.raises(SettingError, match="names token 64; the model has the 64 tokens"):
@@ -296,7 +296,7 @@ def test_draws_depend_only_on_seed_and_choice() -> None:
     assert len(set(same)) > 6
 
 
-def test_samplers_without_seed_differ() -> None:
+def test_unseeded_samplers_draw_different_tokens() -> None:
     logits = mx.zeros(1000)
     one, two = (drawn(sampler(temperature=1.0), logits, 12) for _ in range(2))
     assert one != two
@@ -341,7 +341,7 @@ def test_neighboring_draws_are_independent() -> None:
 
 
 @pytest.mark.parametrize("temperature", [2e-5, 1e-3, 1e6])
-def test_extreme_temperatures(temperature: float) -> None:
+def test_extreme_temperatures_are_argmax_or_uniform(temperature: float) -> None:
     logits = 1000 * random_logits(64)
     tokens = set(drawn(sampler(temperature=temperature, seed=1), logits, 40))
     assert tokens == {int(mx.argmax(logits).item())} or (temperature > 1 and len(tokens) > 20)
@@ -372,7 +372,7 @@ def test_logprobs_match_model(dtype: mx.Dtype) -> None:
     assert [value for _, value in chosen.top] == pytest.approx(exact[order], abs=1e-4)
 
 
-def test_greedy_logprobs_and_no_logprobs() -> None:
+def test_greedy_token_has_logprob_only_if_requested() -> None:
     logits = random_logits(64)
     plain = sampler().choose(logits, [])
     asked = sampler(logprobs=True).choose(logits, [])
@@ -381,7 +381,7 @@ def test_greedy_logprobs_and_no_logprobs() -> None:
     assert asked.top == ()
 
 
-def test_more_top_logprobs_than_tokens() -> None:
+def test_top_logprobs_are_capped_at_vocabulary_size() -> None:
     chosen = sampler(logprobs=True, top_logprobs=20).choose(mx.zeros(3), [])
     assert [token for token, _ in chosen.top] == [0, 1, 2]
 
@@ -390,7 +390,7 @@ def test_more_top_logprobs_than_tokens() -> None:
 
 
 def company() -> list[TokenSampler]:
-    """Return choosers of every kind, each with its own seed."""
+    """Return one sampler of every kind, each with its own seed."""
     kinds: list[dict[str, Any]] = [
         {},
         {"temperature": 1.0},
@@ -455,7 +455,7 @@ def test_nan_row_fails_alone(bad: float, mixed: bool) -> None:
 
 
 class Unreadable(list[int]):
-    """An answer that fails where a chooser looks at it."""
+    """A token list that raises when its length is read."""
 
     def __len__(self) -> int:
         raise RuntimeError("unreadable")
@@ -475,7 +475,7 @@ def test_error_in_one_row_fails_alone() -> None:
 
 
 class Unsure(TokenSampler):
-    """A chooser that fails where its row is computed, not where it is prepared."""
+    """A sampler that fails when its row is evaluated, not when it is prepared."""
 
     folder: Path
 
@@ -484,7 +484,7 @@ class Unsure(TokenSampler):
 
 
 def failing(folder: Path, *shape: int) -> mx.array:
-    """Return an array whose computation fails: its file is cut short before it is read."""
+    """Return an array whose evaluation fails: its file is truncated before it is read."""
     file = folder / "array.npy"
     mx.save(str(file), mx.zeros(shape))
     array = mx.load(str(file))
@@ -494,7 +494,7 @@ def failing(folder: Path, *shape: int) -> mx.array:
     return array
 
 
-def test_lazy_error_in_one_row_fails_alone(tmp_path: Path) -> None:
+def test_lazy_error_fails_only_its_own_row(tmp_path: Path) -> None:
     logits = random_logits(8, 200)
     sound = sample_all(logits, company(), [[]] * 8)
     for row in (0, 1, 7):
@@ -508,7 +508,7 @@ def test_lazy_error_in_one_row_fails_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["greedy", "mixed"])
-def test_unreadable_logits_fail_step(tmp_path: Path, mixed: bool) -> None:
+def test_logits_that_cannot_be_evaluated_fail_step(tmp_path: Path, mixed: bool) -> None:
     samplers = company() if mixed else [sampler() for _ in range(8)]
     with pytest.raises(RuntimeError, match="Unable to read"):
         sample_all(failing(tmp_path, 8, 200) + 1, samplers, [[]] * 8)
@@ -519,12 +519,12 @@ def test_row_count_must_match_samplers() -> None:
         sample_all(random_logits(3, 8), [sampler(), sampler()], [[], []])
 
 
-def test_one_row_and_one_token() -> None:
+def test_single_row_of_one_token_vocabulary_gives_token_0() -> None:
     for one in (sampler(), sampler(temperature=1.0, top_p=0.5, top_k=1, min_p=0.5)):
         assert token_of(sample_all(mx.zeros((1, 1)), [one], [[]])[0]) == 0
 
 
-def test_sampler_works_on_other_thread() -> None:
+def test_samplers_work_in_other_thread() -> None:
     """Streams belong to threads: the constructor must create nothing lazy."""
     samplers, found = company(), []
 
@@ -550,7 +550,7 @@ def no_collector() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_kept_error_holds_no_arrays() -> None:
+def test_caught_error_retains_no_arrays() -> None:
     before = mx.get_active_memory()
     logits = random_logits(2, 100_000)
     chosen = sample_all(logits, [sampler(logit_bias={100_000: 1.0}), sampler()], [[], []])
@@ -563,7 +563,7 @@ def test_kept_error_holds_no_arrays() -> None:
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_error_with_traceback_holds_arrays() -> None:
+def test_without_frames_frees_arrays_held_by_traceback() -> None:
     def fail() -> Exception:
         logits = random_logits(2, 100_000)
         try:

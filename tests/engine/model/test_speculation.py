@@ -71,7 +71,7 @@ REQUESTS = [
 
 
 def longest(text: Sequence[int], most: int) -> Proposal:
-    """Return what the proposer says, looked for place by place."""
+    """Return the proposal found by linear search."""
     places: dict[int, list[int]] = {}
     for end in range(LEAST_NGRAM - 1, len(text) - 1):
         same = 0
@@ -97,7 +97,7 @@ def test_longest_ngram_match_is_proposed(text: list[int], most: int, before: int
     assert proposer.propose(text, most) == longest(text, most)
 
 
-def test_expected_answer_is_proposed() -> None:
+def test_predicted_answer_is_proposed() -> None:
     expected = [5, 6, 7, 8, 9, 10, 11, 12, 13]
     proposer, prompt = PredictionProposer(expected, 3), [1, 2, 3]
     assert proposer.propose(prompt, 4) == ([5, 6, 7, 8], LONGEST_NGRAM), "before any answer"
@@ -109,7 +109,7 @@ def test_expected_answer_is_proposed() -> None:
     assert proposer.propose([*changed, 9, 10, 11, 12, 13], 4).tokens == [], "its end"
 
 
-def test_width_maximizes_speed() -> None:
+def test_proposal_length_maximizes_tokens_per_second() -> None:
     costs = StepCosts()
     sure, unsure = (16, FIRST_SHARE), (16, 0.05)
     assert costs.best_width([sure]) == 0, "a step without any is measured first"
@@ -155,7 +155,7 @@ def test_outlier_step_time_is_ignored() -> None:
     assert costs.ratio(1, 16) == pytest.approx(1.1)
 
 
-def test_rejections_lower_acceptance_rate_of_that_kind() -> None:
+def test_rejections_lower_acceptance_rate_of_match_length() -> None:
     wrong = Speculation()
     for _ in range(20):
         wrong.judged(2, 0, LEAST_NGRAM)
@@ -167,7 +167,7 @@ def test_rejections_lower_acceptance_rate_of_that_kind() -> None:
     assert wrong.share(LEAST_NGRAM) == FIRST_SHARE, "tried again after a while"
 
 
-def test_proposal_resumes_after_substituted_token() -> None:
+def test_ngram_proposal_resumes_after_substituted_token() -> None:
     text = list(range(10, 40))
     speculation, told = Speculation([NgramProposer()]), [*text, *range(10, 19)]
     assert speculation.propose(told, 4) == ([19, 20, 21, 22], 9)
@@ -215,7 +215,7 @@ def shared(text: SharedText, number: int, tenant: bytes = b"one") -> SharedPropo
     return SharedProposer(text, number, tenant.ljust(8))
 
 
-def test_shared_text_is_proposed_within_tenant() -> None:
+def test_text_of_other_sequences_is_proposed_within_tenant() -> None:
     text = SharedText()
     shared(text, 0).propose([9, 1, 2, 3, 4, 5, 6, 7], 4)
     assert shared(text, 1).propose([8, 1, 2, 3], 2) == ([4, 5], 3)
@@ -261,14 +261,14 @@ def test_shared_text_matches_linear_search(
 
 
 def agreeing(text: Sequence[int], last: Sequence[int]) -> int:
-    """Return how many last tokens are the same, at most `LONGEST_NGRAM`."""
+    """Return the number of equal last tokens, at most `LONGEST_NGRAM`."""
     count = 0
     while count < min(len(text), len(last), LONGEST_NGRAM) and text[-1 - count] == last[-1 - count]:
         count += 1
     return count
 
 
-def test_shared_text_spans_pages_within_reserved_bytes() -> None:
+def test_shared_text_crosses_pages_within_reserved_bytes() -> None:
     text, long = SharedText(), list(range(3 * PAGE_TOKENS))
     assert text.nbytes == SharedText.nbytes_of()
     shared(text, 0).propose(long, 4)
@@ -293,7 +293,7 @@ def running(family: str, **settings: Any) -> Iterator[Core]:
 
 
 def answers(core: Core, requests: Sequence[Request] = REQUESTS) -> list[Any]:
-    """Return the answers of requests that run together."""
+    """Return the answers of concurrent requests."""
     handles = [core.submit(request) for request in requests]
     while core.step():
         core.view.check()
@@ -306,13 +306,13 @@ def answers(core: Core, requests: Sequence[Request] = REQUESTS) -> list[Any]:
 
 @functools.cache
 def plain(family: str, *settings: tuple[str, Any]) -> tuple[list[Any], int]:
-    """Return the answers of an engine that proposes nothing, and its decode steps."""
+    """Return the answers and decode steps of an engine without speculation."""
     with running(family, **dict(settings)) as core:
         return answers(core), core.counters.decode_steps
 
 
 def oracle(texts: Sequence[Sequence[int]], wrong: float, seed: int = 0) -> Any:
-    """Return a proposer that knows the answers, and errs in a share of the tokens."""
+    """Return a proposer that knows the answers, with wrong tokens at a given rate."""
     draw = random.Random(seed)
 
     def propose(self: Speculation, tokens: Sequence[int], most: int) -> Proposal:
@@ -386,7 +386,7 @@ def test_recurrent_states_follow_accepted_tokens(
 
 
 @pytest.mark.parametrize("fault", ["fails", "errs", ""])
-def test_single_token_models_disable_speculation(fault: str) -> None:
+def test_models_failing_on_multi_token_steps_disable_speculation(fault: str) -> None:
     model = build("llama")
     theirs = type(model)
 
@@ -501,7 +501,7 @@ def test_earlier_answers_are_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
         (Speculation, "judged"),
     ],
 )
-def test_proposer_error_means_no_proposal(
+def test_proposer_error_skips_proposal(
     faulty: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
@@ -567,7 +567,7 @@ def test_usage_excludes_proposals_past_end(
         assert usage.accepted_tokens < core.view.stats().accepted_tokens
 
 
-def test_error_after_accepted_tokens_holds_no_arrays() -> None:
+def test_error_after_accepted_tokens_retains_no_arrays() -> None:
     """A grammar may raise one cached error; its frames would hold the step's logits."""
     kept = ValueError("no token fits")
 

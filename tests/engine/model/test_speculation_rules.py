@@ -71,7 +71,7 @@ def running(embedded: Any, **settings: Any) -> Iterator[Core]:
 
 
 def answers(core: Core) -> list[Any]:
-    """Return everything that the requests get, log-probabilities rounded."""
+    """Return all results of the requests, with rounded log-probabilities."""
     prompt = tuple(encode(core.tokenizer, QUESTION))
     handles = [core.submit(Request(prompt=prompt, max_tokens=40, **wish)) for wish in WISHES]
     while core.step():
@@ -92,7 +92,7 @@ def answers(core: Core) -> list[Any]:
 
 
 def oracle(texts: Sequence[Sequence[int]], wrong: float) -> Callable[..., Proposal]:
-    """Return a proposer that knows the answers, and errs in a share of the tokens."""
+    """Return a proposer that knows the answers, with wrong tokens at a given rate."""
     draw = Random(1)
 
     def propose(self: Speculation, tokens: Sequence[int], most: int) -> Proposal:
@@ -180,7 +180,7 @@ LIMIT = 29.6
 
 
 def chi_square() -> float:
-    """Return how far checked answers of two tokens are from the model's distribution."""
+    """Return the chi-square distance of two-token answers from the model's distribution."""
     logits = mx.log(mx.array([PROBS] * DRAWS))
     samplers = [TokenSampler(Sampling(temperature=1.0, seed=seed), (0,)) for seed in range(DRAWS)]
     rows = verification.verified(logits, [[PROPOSED]] * DRAWS, samplers, [()] * DRAWS)
@@ -211,7 +211,7 @@ def test_check_detects_bias_toward_proposals(monkeypatch: pytest.MonkeyPatch) ->
     assert chi_square() > LIMIT
 
 
-def test_check_detects_dependent_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_correlated_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: one key for all positions of an answer."""
     key = TokenSampler.key
     monkeypatch.setattr(TokenSampler, "key", lambda self, position: key(self, 0))

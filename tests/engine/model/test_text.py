@@ -32,7 +32,7 @@ VISIBLE = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
 
 def as_signs(text: str) -> str:
-    """Return one sign a byte of `text`."""
+    """Return one character per byte of `text`."""
     return "".join(part for part, _ in VISIBLE.pre_tokenize_str(text))
 
 
@@ -68,7 +68,7 @@ TOKENIZERS = {
 
 
 def tokens_of(kind: str, text: str) -> list[int]:
-    """Return `text` as one token a byte."""
+    """Return one token per byte of `text`."""
     if kind == "spm":
         return list(text.encode())
     return list(BYTE_LEVEL.convert_tokens_to_ids(list(as_signs(text))))
@@ -79,7 +79,7 @@ def piece_token(piece: str) -> int:
 
 
 def whole(kind: str, tokens: Sequence[int]) -> str:
-    """Return mlx-lm's own text of the tokens, read once at the end."""
+    """Return mlx-lm's own text of the tokens, decoded at once."""
     detokenizer = TOKENIZERS[kind].detokenizer
     for token in tokens:
         detokenizer.add_token(token)
@@ -88,7 +88,7 @@ def whole(kind: str, tokens: Sequence[int]) -> str:
 
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """Say by trying every end what a stream of `text` must come to."""
+    """Return the expected text of a stream by trying every possible end."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -119,7 +119,7 @@ def test_incomplete_final_character_becomes_replacement(kind: str) -> None:
 
 
 @pytest.mark.parametrize("stops", [(), ("zz",)])
-def test_cut_character_is_dropped(kind: str, stops: tuple[str, ...]) -> None:
+def test_incomplete_character_is_dropped_from_cut_text(kind: str, stops: tuple[str, ...]) -> None:
     for size in (1, 2, 3):
         stream = TextStream(TOKENIZERS[kind].detokenizer, stops)
         tokens = tokens_of(kind, "a🦫")[: 1 + size]
@@ -141,14 +141,14 @@ def test_mlx_lm_zero_byte_bug_is_still_present() -> None:
     assert whole("bpe", tokens_of("bpe", "a\0b")) == "aĀb", "its own copies stay as they are"
 
 
-def test_stop_string_across_tokens(kind: str) -> None:
+def test_stop_string_across_tokens_is_detected(kind: str) -> None:
     tokens = [*tokens_of(kind, "x"), piece_token("ab"), piece_token("cab")]
     pieces, stream = run(kind, tokens, ["bca"])
     assert pieces == ["x", "a", "", ""]
     assert stream.stopped == "bca"
 
 
-def test_stop_string_is_in_no_single_piece(kind: str) -> None:
+def test_stop_string_of_test_spans_several_pieces(kind: str) -> None:
     """Searching single pieces would not find it."""
     tokens = [*tokens_of(kind, "x"), piece_token("ab"), piece_token("cab")]
     pieces, _ = run(kind, tokens, ())
@@ -156,7 +156,7 @@ def test_stop_string_is_in_no_single_piece(kind: str) -> None:
     assert not any("bca" in piece for piece in pieces)
 
 
-def test_stop_string_of_multi_byte_characters(kind: str) -> None:
+def test_multi_byte_stop_string_is_detected(kind: str) -> None:
     pieces, stream = run(kind, tokens_of(kind, "aé🦫b"), ["é🦫"])
     assert "".join(pieces) == "a"
     assert stream.stopped == "é🦫"
@@ -168,14 +168,14 @@ def test_failed_stop_prefix_is_emitted(kind: str) -> None:
     assert stream.stopped is None
 
 
-def test_held_text_is_emitted_at_end(kind: str) -> None:
+def test_withheld_text_is_emitted_at_end(kind: str) -> None:
     pieces, stream = run(kind, tokens_of(kind, "xab"), ["abc"])
     assert pieces == ["x", "", "", "ab"]
     assert stream.stopped is None
     assert stream.finish() == ""
 
 
-def test_first_completed_stop_wins_then_longest(kind: str) -> None:
+def test_first_completed_stop_string_wins_then_longest(kind: str) -> None:
     for stops, text, found in (
         (["abcd", "bc"], "x" + "a", "bc"),
         (["bc", "abc"], "x", "abc"),
@@ -187,7 +187,7 @@ def test_first_completed_stop_wins_then_longest(kind: str) -> None:
             assert ("".join(pieces), stream.stopped) == (text, found)
 
 
-def test_stop_string_in_final_flush() -> None:
+def test_stop_string_in_final_flush_is_detected() -> None:
     """mlx-lm's byte-level detokenizer holds back a lone space."""
     pieces, stream = run("bpe", tokens_of("bpe", "ab "), [" "])
     assert "".join(pieces) == "ab"
@@ -264,7 +264,7 @@ def test_invalid_utf8_pieces_join_to_text_cut_at_first_stop(
 
 
 @given(text=st.text("abc", max_size=40), stops=stop_strings, data=st.data())
-def test_text_is_held_only_while_stop_is_possible(
+def test_text_is_withheld_only_while_stop_is_possible(
     text: str, stops: list[str], data: st.DataObject
 ) -> None:
     """All but the longest suffix that begins a stop string is emitted after every token."""
@@ -304,7 +304,7 @@ def lines_run(work: Callable[[], object]) -> int:
 
 
 def worst_texts(length: int) -> Iterator[tuple[str, list[str]]]:
-    """Yield texts that begin a long stop string again and again, or hold most of it back."""
+    """Yield texts that repeatedly begin a long stop string, or withhold most of it."""
     long = "a" * 200
     yield "a" * length, [long + "b", long + "c", "b" + long]
     yield ("a" * 199 + "b") * (length // 200), [long, "ab" * 100]

@@ -38,7 +38,7 @@ def test_answers_have_separate_detokenizers() -> None:
     assert second.finish() == ""
 
 
-def test_answer_without_rule_allows_all_tokens() -> None:
+def test_unconstrained_answer_allows_all_tokens() -> None:
     assert NO_RULE.free and NO_RULE.allowed(3).all() and NO_RULE.copy() is NO_RULE
     assert not NO_RULE.accept(2)
     assert (NO_RULE.forced(), NO_RULE.allowed_tokens([4, 5])) == ([], 2)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("patient")
 
 @functools.cache
 def pure_recurrent() -> Any:
-    """A model without keys and values: its records have tokens, and checkpoints behind them."""
+    """Return a model without KV: its records have tokens and checkpoints only."""
     return build("mamba2")
 
 
@@ -46,7 +46,7 @@ def cold_text(tokens: tuple[int, ...], family: str = "llama", **settings: Any) -
 
 
 @pytest.mark.parametrize("cut", [0, 3, 8, 9])
-def test_each_block_belongs_to_one_record(cut: int) -> None:
+def test_every_block_belongs_to_one_record(cut: int) -> None:
     spans = Spans(4, cut)
     for block in range(20):
         start, end = spans.start(block), spans.end(block)
@@ -56,7 +56,7 @@ def test_each_block_belongs_to_one_record(cut: int) -> None:
         assert not start < cut < end, "what is held in two forms is in two records"
 
 
-def test_record_is_named_by_its_last_block() -> None:
+def test_record_key_is_hash_of_last_block() -> None:
     values, root = np.array(prompt(4 * BLOCK), np.uint32), root_hash("m")
     last = hash_blocks(values, BLOCK, root)[-1]
     assert is_hash_of(last, root, values, 4)
@@ -80,7 +80,7 @@ def test_text_is_equal_after_restart(family: str, tokens: int, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_small_blocks_make_no_more_records(family: str, tmp_path: Path) -> None:
+def test_records_per_token_do_not_grow_for_small_blocks(family: str, tmp_path: Path) -> None:
     """The unfinished end of a turn is one record, replaced by that of the next turn."""
     said = prompt(100)
     for turn in range(1, 5):
@@ -95,7 +95,7 @@ def test_small_blocks_make_no_more_records(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("held", [20, 70, 100, 127])
 @pytest.mark.parametrize("settings", [{}, {"kv_cache_quantization": "turbo4"}])
-def test_record_partly_in_memory_is_read(
+def test_record_partly_in_memory_is_restored(
     held: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     if settings:  # what was computed last is read as codes, too
@@ -118,7 +118,7 @@ def test_record_partly_in_memory_is_read(
         assert ssd(core).counts.damaged_blocks == 0
 
 
-def test_damaged_record_costs_only_itself(tmp_path: Path) -> None:
+def test_only_damaged_record_is_recomputed(tmp_path: Path) -> None:
     asked = prompt(230)
     with running(tmp_path) as core:
         expected = ask(core, asked)
@@ -146,7 +146,7 @@ def test_all_blocks_are_preloaded(family: str, tmp_path: Path) -> None:
         assert core.view.stats().prefilled_tokens < BLOCK
 
 
-def test_queued_chain_is_extended_in_place(tmp_path: Path) -> None:
+def test_queued_write_is_extended_by_longer_chain(tmp_path: Path) -> None:
     """Otherwise the chunks of a long prompt would fill the queue."""
     with running(tmp_path) as core:
         assert core.tiers is not None

@@ -54,7 +54,7 @@ def tokens(count: int, seed: int) -> tuple[int, ...]:
 
 
 def ask(core: Core, prompt: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the answer when all that the tier was offered is written; ends go on lingering."""
+    """Return the answer once all offered blocks are written; conversation ends stay queued."""
     handle = submit(core, prompt)
     assert core.tiers is not None
     while core.step() or core.tiers.tiers["disk"].tier.is_busy:
@@ -63,7 +63,7 @@ def ask(core: Core, prompt: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def agents(core: Core, turns: int = 3) -> list[tuple[int, ...]]:
-    """Run four conversations in turn that begin alike; return them."""
+    """Run four conversations with a common beginning in turn; return them."""
     shared = tokens(375, 0)
     talks = [(*shared, *tokens(25, 1 + number)) for number in range(4)]
     for turn in range(turns):
@@ -85,7 +85,7 @@ def written(core: Core) -> int:
 
 
 def stored_tokens(folder: Path) -> int:
-    """Return the tokens of all records in a folder."""
+    """Return the number of tokens in all records of a folder."""
     count = 0
     for path in files(folder):
         with safe_open(path, "numpy") as record, suppress(SafetensorError):  # states have none
@@ -114,14 +114,14 @@ def measured(folder: Path, family: str, block: int, record_tokens: int = RECORD)
 @pytest.mark.parametrize(
     "family, block", pairs(["llama", "gemma2", "falcon_h1", "mamba2"], [4, 8, 16])
 )
-def test_small_blocks_make_no_more_records_per_token(
+def test_writes_per_token_do_not_grow_for_small_blocks(
     family: str, block: int, tmp_path: Path
 ) -> None:
     assert measured(tmp_path, family, block) <= 1.0
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon_h1"])
-def test_check_detects_ends_written_at_once(
+def test_check_detects_ends_written_without_delay(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ends_module, "LINGER_SECONDS", 0.0)
@@ -133,7 +133,7 @@ def test_check_detects_too_small_records(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "falcon_h1", "mamba2"])
-def test_conversations_resume_at_last_block_after_restart(family: str, tmp_path: Path) -> None:
+def test_conversations_resume_near_their_end_after_restart(family: str, tmp_path: Path) -> None:
     with engine(tmp_path, family, 8) as core:
         talks = agents(core)
     with engine(tmp_path, family, 8) as core:
@@ -147,7 +147,9 @@ def test_conversations_resume_at_last_block_after_restart(family: str, tmp_path:
 
 @pytest.mark.parametrize("family", ["llama", "falcon_h1"])
 @pytest.mark.parametrize("saved", [True, False])
-def test_evicted_ends_are_written_first(family: str, saved: bool, tmp_path: Path) -> None:
+def test_conversation_ends_are_written_before_eviction(
+    family: str, saved: bool, tmp_path: Path
+) -> None:
     talk = tokens(150, 3)
     with engine(tmp_path, family, 8) as core:
         if not saved:
@@ -163,7 +165,7 @@ def test_evicted_ends_are_written_first(family: str, saved: bool, tmp_path: Path
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon_h1"])
-def test_cleared_ends_are_not_written(family: str, tmp_path: Path) -> None:
+def test_clear_drops_queued_conversation_ends(family: str, tmp_path: Path) -> None:
     with engine(tmp_path, family, 8) as core:
         ask(core, tokens(150, 3))
         before = core.view.stats().tiers["disk"]
@@ -174,7 +176,9 @@ def test_cleared_ends_are_not_written(family: str, tmp_path: Path) -> None:
         assert written(core) == before.counts.written_blocks and not files(tmp_path)
 
 
-def test_idle_engine_writes_due_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_engine_writes_due_conversation_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ends_module, "LINGER_SECONDS", 1.0)
     settings = {"memory_limit": "200MB", "block_size": 8, "max_kv_size": 1_024}
     with Engine(model("llama"), ssd_cache_dir=tmp_path, ssd_cache_limit="1GB", **settings) as made:
@@ -199,7 +203,7 @@ def chain(blocks: int, first: bytes = b"") -> list[bytes]:
     return [first + bytes([number]) for number in range(blocks)]
 
 
-def test_end_replaces_queued_prefixes() -> None:
+def test_conversation_end_replaces_queued_ends_of_its_prefixes() -> None:
     lingering, _ = ends()
     assert not lingering.add(chain(3), b"") and not lingering.add(chain(3), b"")
     assert not lingering.add(chain(4), b"", answered=True), "of one turn both stay"
@@ -209,7 +213,7 @@ def test_end_replaces_queued_prefixes() -> None:
     assert [len(end.block_hashes) for end in lingering] == [4, 6]
 
 
-def test_requested_prefix_end_is_not_replaced() -> None:
+def test_requested_end_is_not_replaced_by_longer_conversation() -> None:
     lingering, _ = ends()
     lingering.add(chain(3), b"", requested=True)
     lingering.add(chain(5), b"")
@@ -219,7 +223,7 @@ def test_requested_prefix_end_is_not_replaced() -> None:
     assert not list(lingering)
 
 
-def test_distant_prefix_ends_are_written() -> None:
+def test_end_is_written_after_2048_unwritten_tokens() -> None:
     lingering, _ = ends()
     far = ends_module.LAPSE_TOKENS // 8
     lengths = [10, 12, 10 + far, 13 + far, 9 + 2 * far, 13 + 2 * far]
@@ -233,7 +237,7 @@ def chain_of(blocks: int) -> list[bytes]:
     return [number.to_bytes(2, "big") for number in range(blocks)]
 
 
-def test_ends_are_due_by_age_or_count() -> None:
+def test_conversation_ends_are_due_by_age_or_count() -> None:
     lingering, now = ends(max_ends=2)
     assert not lingering.add(chain(1), b"")
     now[0] = 5.0

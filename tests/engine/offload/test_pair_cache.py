@@ -16,7 +16,7 @@ SPLIT, NBYTES = 3, 5
 
 
 def checksums(numbers: list[int]) -> np.ndarray:
-    """Return checksums of pairs: many have the same keys, or the same values."""
+    """Return checksums of pairs of which many share keys or values."""
     return np.array([(n % 3 + 2**63, n // 3) for n in numbers], np.uint64).reshape(-1, 2)
 
 
@@ -64,13 +64,13 @@ def test_pair_cache_is_lru(count: int, requests: list[tuple[list[int], bool]]) -
     assert len(cache) == 0 and (cache.find(checksums([1, 2])) == -1).all()
 
 
-def test_empty_pair_cache_finds_nothing() -> None:
+def test_empty_pair_cache_has_no_hits() -> None:
     """Not even pairs whose checksums equal the initial memory."""
     cache = PairCache(4, NBYTES)
     assert cache.find(np.zeros((2, 2), np.uint64)).tolist() == [-1, -1]
 
 
-def test_pair_cache_nbytes_match() -> None:
+def test_pair_cache_nbytes_match_its_arrays() -> None:
     cache = PairCache(1_000, 8_192)
     cache.find(checksums(list(range(15))))
     cache.keep(cache.make_room(15), checksums(list(range(15))), [np.zeros((15, 8_192), np.uint8)])

@@ -55,7 +55,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def large() -> Any:
-    """The same model with large channels in its keys, which have scales."""
+    """Return the same model with large key channels, which get scales."""
     made = bench_model(ModelChoice.RANDOM, SHAPE).model
     reform(made, KeyForm.OUTLIERS)
     return made
@@ -75,7 +75,7 @@ def prompt(seed: int = 0) -> list[int]:
 
 
 def ask(core: Core, tokens: list[int]) -> tuple[tuple[int, ...], int]:
-    """Return the answer, and how many tokens of the prompt came from a cache."""
+    """Return the answer, and the number of cached prompt tokens."""
     before = core.view.stats().hit_tokens
     handle = submit(core, tokens)
     settle(core)
@@ -87,7 +87,7 @@ def path(core: Core, tokens: list[int]) -> list[Node[Segment]]:
 
 
 def whole(core: Core, tokens: list[int]) -> list[list[bytes]]:
-    """Return the bytes of every block of a prompt that is held, array by array."""
+    """Return the bytes of every cached block of a prompt, array by array."""
     found = []
     for node in path(core, tokens):
         for at in range(0, len(node.tokens), BLOCK):
@@ -126,7 +126,7 @@ def test_block_of_last_token_is_recomputed(model: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", ["turbo4", "turbo2.5", "k8v4"])
-def test_restart_preserves_scaled_keys(
+def test_restart_preserves_scales_of_keys(
     large: Any, tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     test_restart_preserves_text_and_codes(large, tmp_path, codec)
@@ -143,7 +143,7 @@ def test_restart_preserves_scaled_keys(
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_files_are_as_small_as_codes(model: Any, tmp_path: Path, codec: str) -> None:
+def test_file_sizes_match_quantized_nbytes(model: Any, tmp_path: Path, codec: str) -> None:
     asked = prompt()
     with running(model, tmp_path, codec) as core:
         ask(core, asked)
@@ -156,7 +156,7 @@ def test_files_are_as_small_as_codes(model: Any, tmp_path: Path, codec: str) -> 
     assert written < raw
 
 
-def test_raw_blocks_are_written_encoded(model: Any, tmp_path: Path) -> None:
+def test_raw_blocks_are_quantized_when_written(model: Any, tmp_path: Path) -> None:
     asked, settings = prompt(), {"kv_cache_quantize_when": "at-rest"}
     with running(model, tmp_path, "turbo4", **settings) as core:
         handle = submit(core, asked, max_tokens=200)
@@ -194,7 +194,7 @@ def test_short_prompt_is_equal_cold_warm_and_restarted(
 
 
 @pytest.mark.parametrize("turns", [(10,), (4, 10), (3, 5, 6, 10), (5, 8, 10)])
-def test_growing_chain_is_written_from_first_block(
+def test_prompt_reaching_min_tokens_is_written_from_first_block(
     model: Any, tmp_path: Path, turns: tuple[int, ...]
 ) -> None:
     asked = prompt()
@@ -211,7 +211,7 @@ def test_growing_chain_is_written_from_first_block(
         assert whole(core, asked) == held
 
 
-def test_short_prompt_reads_blocks_of_longer_prompt(model: Any, tmp_path: Path) -> None:
+def test_short_prompt_restores_blocks_of_longer_prompt(model: Any, tmp_path: Path) -> None:
     asked = prompt()
     short = [*asked[: 2 * BLOCK], *prompt(1)[: BLOCK + 20]]
     with running(model, tmp_path, "4", **AT_REST) as core:
@@ -223,7 +223,7 @@ def test_short_prompt_reads_blocks_of_longer_prompt(model: Any, tmp_path: Path) 
         assert ask(core, short)[0] == warm
 
 
-def test_other_codecs_miss_without_damage(model: Any, tmp_path: Path) -> None:
+def test_blocks_of_other_codec_are_misses_not_damage(model: Any, tmp_path: Path) -> None:
     asked = prompt()
     others: list[dict[str, Any]] = [
         {"codec": None},
@@ -297,7 +297,7 @@ def test_session_requires_same_codec(model: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
-def test_blocks_without_room_to_encode_are_not_written(
+def test_blocks_without_memory_to_encode_are_not_written(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     def fails(*_: Any) -> None:
@@ -313,7 +313,7 @@ def test_blocks_without_room_to_encode_are_not_written(
         assert ssd(core).dropped_blocks == 10 - RAW_BLOCKS
 
 
-def test_session_of_short_prompt_is_refused(model: Any, tmp_path: Path) -> None:
+def test_session_of_unquantized_short_prompt_is_refused(model: Any, tmp_path: Path) -> None:
     asked, settings = prompt()[:300], {**SMALL, **AT_REST, "kv_cache_quantization": "turbo4"}
     with Engine(model, ssd_cache_dir=tmp_path / "cache", **settings) as engine:
         engine.submit(Request(prompt=tuple(asked), max_tokens=4, ignore_eos=True)).result(60.0)

@@ -31,7 +31,7 @@ FAMILIES = ("llama", "gemma2", "falcon_h1")
 
 @pytest.fixture(autouse=True)
 def values(patient: None, monkeypatch: pytest.MonkeyPatch) -> InMemory:
-    """The store that every URL names here."""
+    """Return the in-memory store that every URL refers to."""
     made = InMemory()
     monkeypatch.setattr(remote_tier, "check_url", lambda url: None)
     monkeypatch.setattr(remote_tier, "open_objects", lambda url, **settings: made)
@@ -64,7 +64,9 @@ def test_second_engine_restores_blocks_of_first(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tiers_fill_each_others_gaps(values: InMemory, family: str, tmp_path: Path) -> None:
+def test_blocks_missing_in_one_tier_are_restored_from_other(
+    values: InMemory, family: str, tmp_path: Path
+) -> None:
     expected = alone(family)
     with shared(tmp_path / "a", family) as core:
         assert ask(core, PROMPT) == expected
@@ -85,14 +87,14 @@ def test_tiers_fill_each_others_gaps(values: InMemory, family: str, tmp_path: Pa
 
 
 def spoil(path: Path) -> None:
-    """Change bytes of a record that a part of it does not show to be damaged."""
+    """Change bytes of a record in a way that reading a part does not detect."""
     raw = bytearray(path.read_bytes())
     raw[3_000::100] = bytes(255 - byte for byte in raw[3_000::100])
     path.write_bytes(raw)
 
 
 @pytest.mark.parametrize("harm", [Path.unlink, spoil])
-def test_lost_spilled_blocks_are_read_from_other_tier(
+def test_spilled_blocks_lost_in_one_tier_are_read_from_other(
     tmp_path: Path, harm: Callable[[Path], object]
 ) -> None:
     """Both selected blocks and those streamed for a first token."""
@@ -150,7 +152,9 @@ def test_hanging_store_does_not_block_folder_hits(values: InMemory, tmp_path: Pa
         values.go.set()
 
 
-def test_hanging_store_is_awaited_once(values: InMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_store_is_awaited_once_then_switched_off(
+    values: InMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(restoring_module, "ASK_SECONDS", 0.3)
     expected = alone()
     with shared(remote_cache_timeout_seconds=0.2) as core:
@@ -189,7 +193,7 @@ def test_clear_keeps_remote_blocks(values: InMemory) -> None:
         assert len(values.values) == 207 // BLOCK
 
 
-def test_explain_names_both_tiers(tmp_path: Path) -> None:
+def test_explain_mentions_both_tiers(tmp_path: Path) -> None:
     with shared(tmp_path) as core:
         ask(core, PROMPT)
         evict_all(core)

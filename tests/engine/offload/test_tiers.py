@@ -34,7 +34,7 @@ def prompt(tokens: int, seed: int = 0) -> tuple[int, ...]:
 
 
 def cold_text(tokens: Sequence[int], family: str = "llama", **settings: Any) -> tuple[int, ...]:
-    """Return the answer of an engine that knows nothing."""
+    """Return the answer of an engine with an empty cache."""
     with running(None, family, **settings) as core:
         return ask(core, tokens)
 
@@ -61,7 +61,7 @@ def test_text_is_equal_cold_warm_and_restarted(family: str, tmp_path: Path) -> N
         assert core.view.stats().restored_tokens == 192, "the second time it is in RAM"
 
 
-def test_check_detects_foreign_kv(tmp_path: Path) -> None:
+def test_check_detects_wrong_restored_kv(tmp_path: Path) -> None:
     """Negative control: wrong bytes change the text."""
     asked = prompt(200)
     expected = cold_text(asked)
@@ -83,7 +83,7 @@ def test_check_detects_foreign_kv(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tokens", [15, 16, 17, 160, 161, 175])
-def test_restart_at_block_boundaries(tokens: int, tmp_path: Path) -> None:
+def test_prompt_ending_near_block_boundary_is_restored(tokens: int, tmp_path: Path) -> None:
     asked = prompt(tokens)
     expected = cold_text(asked)
     for _ in range(3):
@@ -118,7 +118,9 @@ def test_blocks_of_any_size_are_restored(family: str, block_size: int, tmp_path:
                 assert ask(core, turn) == expected[-1]
 
 
-def test_hot_blocks_stay_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_hits_refresh_blocks_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A restart needs them, so memory hits refresh the blocks on disk."""
     monkeypatch.setattr(index_module, "WORTH_OF_A_HIT", 0.0)  # recency alone
     daily, others = prompt(150), [prompt(150, seed) for seed in range(1, 6)]
@@ -179,7 +181,7 @@ def test_conversation_continues_after_restart(tmp_path: Path) -> None:
         assert core.view.stats().restored_tokens == 144, "of 160, but for the last token's block"
 
 
-def test_branches_share_records(tmp_path: Path) -> None:
+def test_branching_prompts_share_records_on_disk(tmp_path: Path) -> None:
     common = prompt(128)
     branches = [common + prompt(64, seed) for seed in (1, 2, 3)]
     expected = [cold_text(branch) for branch in branches]
@@ -195,7 +197,7 @@ def test_branches_share_records(tmp_path: Path) -> None:
         assert ask(core, other) == cold_text(other)
 
 
-def test_simultaneous_requests_read_disk_once(tmp_path: Path) -> None:
+def test_simultaneous_requests_share_one_restore(tmp_path: Path) -> None:
     asked = [prompt(200) + prompt(10, seed) for seed in range(1, 5)]
     expected = [cold_text(tokens) for tokens in asked]
     with running(tmp_path) as core:
@@ -231,7 +233,7 @@ def test_tenants_are_isolated_on_disk(tmp_path: Path) -> None:
         assert core.view.stats().hit_tokens == 192
 
 
-def test_unshared_requests_are_not_written(tmp_path: Path) -> None:
+def test_requests_with_cache_prompt_false_are_not_written(tmp_path: Path) -> None:
     asked = prompt(200)
     with running(tmp_path) as core:
         ask(core, asked, cache_prompt=False)
@@ -361,7 +363,7 @@ def test_restore_evicts_to_make_room(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", [0, 5, 11])
-def test_damaged_record_costs_only_itself(block: int, tmp_path: Path) -> None:
+def test_only_blocks_after_damage_are_recomputed(block: int, tmp_path: Path) -> None:
     asked = prompt(200)
     expected = cold_text(asked)
     with running(tmp_path) as core:
@@ -380,7 +382,7 @@ def test_damaged_record_costs_only_itself(block: int, tmp_path: Path) -> None:
         assert core.view.stats().restored_tokens == 192, "it was computed, and written again"
 
 
-def test_unusable_folder_does_not_affect_answers(tmp_path: Path) -> None:
+def test_unusable_cache_folder_does_not_affect_answers(tmp_path: Path) -> None:
     occupied = tmp_path / "file"
     occupied.write_text("no folder")
     asked = prompt(200)
@@ -404,7 +406,7 @@ def test_aborted_prefill_keeps_finished_blocks(tmp_path: Path) -> None:
         assert core.view.stats().restored_tokens == 128
 
 
-def test_cheap_blocks_are_written_on_second_use(tmp_path: Path) -> None:
+def test_cheaply_recomputed_blocks_are_written_on_second_use(tmp_path: Path) -> None:
     asked = prompt(200)
     with running(tmp_path) as core:
         core.prefill_rate.prefill_seconds = lambda tokens: 0.0  # type: ignore[method-assign]
@@ -508,7 +510,7 @@ def test_memory_hit_allocates_nothing_and_eviction_is_logged(
     assert "evicting a node of 192 tokens (cleared)" in caplog.text
 
 
-def test_hot_cache_only_disables_tiers(tmp_path: Path) -> None:
+def test_hot_cache_only_setting_disables_tiers(tmp_path: Path) -> None:
     threads = set(threading.enumerate())
     with running(None, hot_cache_only=True) as core:
         ask(core, prompt(200))
@@ -534,7 +536,7 @@ def test_too_small_ssd_limit_is_refused(tmp_path: Path) -> None:
 
 @contextmanager
 def stalled(core: Core) -> Iterator[None]:
-    """Let the cold tier read nothing until the block ends; to be asked is no reading."""
+    """Block all reads of the cold tier in a `with` block; look-ups still work."""
     assert core.tiers is not None
     go = threading.Event()
     whole = SSDStore.restore

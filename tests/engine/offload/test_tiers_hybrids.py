@@ -30,14 +30,14 @@ pytestmark = pytest.mark.usefixtures("patient")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a folder in which the prompt, and the end of an answer to it, were kept."""
+    """Return a cache folder with the prompt and the end of an answer to it."""
     with running(tmp_path / "cold", FAMILY) as core:
         ask(core, PROMPT)
     return tmp_path / "cold"
 
 
 def fresh() -> tuple[int, ...]:
-    """Return what is said without a disk."""
+    """Return the answer of an engine without a disk."""
     with running(None, FAMILY) as core:
         return ask(core, PROMPT)
 
@@ -48,7 +48,7 @@ def checkpoint_file(folder: Path, core: Core, blocks: int) -> Path:
 
 
 def flip(folder: Path) -> None:
-    """Flip a bit of the states at which the prompt goes on."""
+    """Flip a bit of the states at which the prompt would resume."""
     with running(folder, FAMILY) as core:
         file = checkpoint_file(folder, core, 4)
     raw = bytearray(file.read_bytes())
@@ -83,7 +83,7 @@ def test_flipped_bit_is_a_miss(folder: Path) -> None:
     assert restored(folder) == (64, expected), "it was written again"
 
 
-def test_partial_restore_without_room_is_readmitted(folder: Path) -> None:
+def test_sequence_without_room_after_restore_is_readmitted(folder: Path) -> None:
     """It is preempted after its blocks were restored; no idle steps while it waits."""
     expected = fresh()
     flip(folder)
@@ -95,7 +95,7 @@ def test_partial_restore_without_room_is_readmitted(folder: Path) -> None:
         assert said(handle) == expected
 
 
-def test_states_past_last_token_are_not_read(folder: Path) -> None:
+def test_checkpoint_after_last_token_is_not_restored(folder: Path) -> None:
     """The last token is computed, so states after it are useless."""
     whole = PROMPT[: 4 * BLOCK]
     with running(None, FAMILY) as core:
@@ -113,7 +113,7 @@ def test_missing_checkpoint_is_a_miss(folder: Path) -> None:
     assert restored(folder) == (0, fresh())
 
 
-def test_blocks_in_memory_need_only_the_checkpoint(folder: Path) -> None:
+def test_only_checkpoint_is_restored_if_blocks_are_in_memory(folder: Path) -> None:
     """A diverging prompt resumes from a checkpoint on disk behind blocks in memory."""
     with running(folder, FAMILY) as core:
         first = ask(core, PROMPT)
@@ -183,7 +183,7 @@ def test_verify_passes_with_checkpoints(folder: Path) -> None:
         assert verdict.checked_blocks == len(keys)
 
 
-def test_nothing_is_written_without_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hot_cache_only_writes_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with running(None, FAMILY, hot_cache_only=True) as core:
         ask(core, PROMPT)
@@ -224,7 +224,7 @@ def _write_everything_to_disk(core: Core) -> None:
 
 
 @pytest.mark.parametrize(("family", "restored_tokens"), [(FAMILY, 0), ("llama", 64)])
-def test_only_states_keep_partial_block_from_restores(
+def test_restore_replaces_partial_block_unless_model_is_recurrent(
     family: str, restored_tokens: int, tmp_path: Path
 ) -> None:
     """A recurrent layer cannot resume in front of it, and a checkpoint may have no room."""

@@ -1,4 +1,4 @@
-"""A request of the length that a small limit promises runs to its end, also where KV is spilled."""
+"""A request of the promised length runs to its end at small limits, also with spilled KV."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model(family: str) -> Any:
 
 
 def drawn(draw: random.Random) -> tuple[str, dict[str, Any]]:
-    """Return a family and settings that are drawn independently."""
+    """Draw a family and settings independently."""
     family = draw.choice(FAMILIES)
     settings: dict[str, Any] = {
         **CHOICE,
@@ -52,7 +52,7 @@ def drawn(draw: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_request_of_promised_length_runs_at_small_limits(seed: int, tmp_path: Path) -> None:
+def test_request_of_maximum_length_runs_at_small_limits(seed: int, tmp_path: Path) -> None:
     draw = random.Random(seed)
     family, settings = drawn(draw)
     with cold_engine.running(tmp_path, model=model(family), record_tokens=64, **settings) as core:

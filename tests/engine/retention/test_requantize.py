@@ -55,14 +55,14 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def large() -> Any:
-    """The same model with large channels in its keys."""
+    """Return the same model with large key channels."""
     made = bench_model(ModelChoice.RANDOM, SHAPE).model
     reform(made, KeyForm.OUTLIERS)
     return made
 
 
 def covered(core: Core) -> dict[bool, tuple[int, int]]:
-    """Return which tokens of one path are raw and which are coded, each from where to where."""
+    """Return the token ranges of a single path that are raw and quantized."""
     found: dict[bool, tuple[int, int]] = {}
     for start, end, whole in coded(core):
         before = found.get(whole, (start, start))
@@ -113,7 +113,7 @@ def said(handle: Handle) -> list[int]:
 
 
 def coded(core: Core) -> list[tuple[int, int, bool]]:
-    """Return of every node where it begins and ends, and whether all of it is coded."""
+    """Return start, end, and whether it is fully quantized, for each node."""
     return sorted(
         (node.start, node.end, all(isinstance(s, Coded) for kv in node.segment.layers for s in kv))
         for node in cached_nodes(core)
@@ -121,7 +121,7 @@ def coded(core: Core) -> list[tuple[int, int, bool]]:
 
 
 def likely(core: Core, tokens: Sequence[int]) -> dict[int, float]:
-    """Return the log-probabilities of the tokens that may come next."""
+    """Return the log-probabilities of the next token."""
     handle = submit(core, tokens, max_tokens=1, sampling=Sampling(logprobs=True, top_logprobs=20))
     drain(core)
     (token,) = handle.result(0.0)[0].logprobs
@@ -129,7 +129,7 @@ def likely(core: Core, tokens: Sequence[int]) -> dict[int, float]:
 
 
 def apart(model: Any, codec: str, least: int = 10) -> float:
-    """Return by how much a prompt that is held in a codec makes tokens more or less likely."""
+    """Return how much a codec changes the log-probabilities after a prompt."""
     asked = prompt(700)
     with running(model, None) as core:
         expected = likely(core, asked)
@@ -147,7 +147,7 @@ def test_eight_bits_are_near_full_precision(codec: str, model: Any) -> None:
     assert apart(model, codec) < 0.05
 
 
-def test_check_detects_four_bits(model: Any) -> None:
+def test_check_detects_loss_of_4_bit_codec(model: Any) -> None:
     """Negative control: the codes are read, not the raw KV."""
     assert 0.05 < apart(model, "4") < 0.5
 
@@ -193,7 +193,7 @@ def test_memory_stays_within_limit(model: Any) -> None:
         assert all(len(said(handle)) == 20 for handle in handles)
 
 
-def test_nodes_are_quantized_once_unread(model: Any) -> None:
+def test_nodes_are_quantized_once_not_in_use(model: Any) -> None:
     asked = prompt(500)
     with running(model, None) as core:
         expected = ask(core, asked)
@@ -207,7 +207,7 @@ def test_nodes_are_quantized_once_unread(model: Any) -> None:
         assert covered(core) == {False: (0, 64), True: (64, 512)}
 
 
-def test_node_awaiting_codes_can_be_evicted(model: Any) -> None:
+def test_node_awaiting_quantization_can_be_evicted(model: Any) -> None:
     """Only the tree holds it, so its bytes are no longer counted."""
     with running(model, "8", kv_cache_quantize_when="at-rest") as core:
         handle = submit(core, prompt(500))
@@ -279,7 +279,7 @@ def test_long_prompt_is_quantized_whole(tokens: int, first: int, model: Any) -> 
         }
 
 
-def test_active_codec_keeps_first_tokens_raw(model: Any) -> None:
+def test_active_quantization_keeps_first_tokens_raw(model: Any) -> None:
     """Otherwise a block would need two forms, for the short and the longer prompt."""
     with running(model, "4", **{**AT_REST, "kv_cache_quantize_when": "active"}) as core:
         ask(core, prompt(500), max_tokens=1)
@@ -331,13 +331,13 @@ def test_512_tokens_in_8_bits_match_vllm_mlx_nbytes() -> None:
         core.close()
 
 
-def test_kept_tokens_stay_raw(model: Any) -> None:
+def test_keep_tokens_stay_raw(model: Any) -> None:
     with running(model, "4", keep=130) as core:
         ask(core, prompt(500))
         assert covered(core) == {False: (0, 192), True: (192, 512)}
 
 
-def test_branches_of_coded_and_raw_nodes(model: Any) -> None:
+def test_branches_sharing_quantized_prefix_have_same_text(model: Any) -> None:
     common = prompt(300)
     branches = [(*common, *prompt(200, seed)) for seed in (1, 2, 3)]
     with running(model, "8") as core:
@@ -349,7 +349,7 @@ def test_branches_of_coded_and_raw_nodes(model: Any) -> None:
         assert core.view.stats().hit_tokens >= 2 * 256
 
 
-def test_node_stays_raw_without_room_for_both_forms(
+def test_node_stays_raw_without_memory_for_both_forms(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = prompt(700)
@@ -362,7 +362,7 @@ def test_node_stays_raw_without_room_for_both_forms(
         assert core.view.stats().hit_tokens > 0
 
 
-def test_quantization_is_retried_when_room_is_free(
+def test_quantization_is_retried_when_memory_is_free(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(model, "4", kv_cache_quantize_when="at-rest") as core:
@@ -428,7 +428,7 @@ def test_quantization_does_not_shorten_longest_prompt(model: Any, codec: str, sh
     assert median(own for own, _ in pairs) >= share * median(plain for _, plain in pairs)
 
 
-def test_raw_disables_requantizer(model: Any) -> None:
+def test_raw_codec_disables_requantizer(model: Any) -> None:
     with running(model, "raw") as core:
         assert retention_of(core, Requantizer) is None
 
@@ -461,7 +461,7 @@ def test_outlier_channel_scales_do_not_change_logits(
 
 
 @pytest.mark.parametrize("codec", ["turbo4", "turbo2.5", "k8v4"])
-def test_scaled_keys_are_equal_cold_warm_and_batched(codec: str, large: Any) -> None:
+def test_text_with_scaled_keys_is_equal_cold_warm_and_batched(codec: str, large: Any) -> None:
     asked = prompt(700)
     with running(large, codec) as core:
         assert scales(core)
@@ -531,14 +531,14 @@ def test_models_with_custom_attention_have_no_scales(large: Any) -> None:
     assert runner.key_scales() == ()
 
 
-def test_scale_calibration_is_repeatable_and_bounded(large: Any) -> None:
+def test_scale_calibration_is_repeatable_within_reserved_bytes(large: Any) -> None:
     with running(large, "turbo4") as core:
         taken, _ = peak_of(core.runner.key_scales)
         assert taken <= core.budget.step_bytes
         assert core.runner.key_scales() == scales(core)
 
 
-def test_coded_nodes_are_merged_by_bytes(model: Any) -> None:
+def test_quantized_nodes_are_merged_by_bytes(model: Any) -> None:
     """Readers then have fewer spans; without codecs merging is unchanged."""
     asked = prompt(1_200)
     for codec, longest in (("affine8", 448), (None, 128)):

@@ -61,7 +61,7 @@ def kv_tokens(node: Node[Segment], layer: int) -> int:
 # ---- windows
 
 
-def test_only_layers_that_see_less_than_the_context_are_windowed() -> None:
+def test_only_windows_shorter_than_context_are_retained_separately() -> None:
     layers = [AttentionWindow(), AttentionWindow(40), AttentionWindow(200), AttentionWindow(40, 4)]
     assert windows_of(layers, 100) == {1: 40}
 
@@ -70,7 +70,7 @@ def windowed(prefixes: Prefixes[Segment]) -> Windows:
     return Windows(prefixes, {WINDOWED: BLOCK + 1}, SHAPES)
 
 
-def test_relieve_drops_only_tokens_before_the_last_window() -> None:
+def test_relieve_drops_only_tokens_before_last_window() -> None:
     prefixes = tree()
     windows = windowed(prefixes)
     with inserted(prefixes, computed()) as pin:
@@ -82,7 +82,7 @@ def test_relieve_drops_only_tokens_before_the_last_window() -> None:
     windows.release()
 
 
-def test_relieve_keeps_the_window_of_a_running_sequence() -> None:
+def test_relieve_keeps_window_of_running_sequence() -> None:
     prefixes = tree()
     windows = windowed(prefixes)
     with inserted(prefixes, computed()) as pin:
@@ -92,7 +92,7 @@ def test_relieve_keeps_the_window_of_a_running_sequence() -> None:
         assert sum(kv_tokens(node, WINDOWED) for node in pin.path) == len(TOKENS)
 
 
-def test_thinned_path_resumes_only_at_its_end() -> None:
+def test_path_with_dropped_tokens_resumes_only_at_its_end() -> None:
     prefixes = tree()
     windows = windowed(prefixes)
     with inserted(prefixes, computed()) as pin:
@@ -115,7 +115,7 @@ def test_recomputed_chunk_fills_dropped_tokens() -> None:
         assert mx.array_equal(mx.concatenate(keys, axis=2), whole.layers[WINDOWED][0])
 
 
-def test_prompt_end_is_retained_until_a_later_one() -> None:
+def test_window_at_prompt_end_is_retained_until_next_prompt() -> None:
     prefixes = tree()
     windows = windowed(prefixes)
     with inserted(prefixes, computed()) as pin:
@@ -131,7 +131,7 @@ def test_prompt_end_is_retained_until_a_later_one() -> None:
 # ---- recurrent states
 
 
-def test_sequence_resumes_at_the_deepest_captured_boundary() -> None:
+def test_sequence_resumes_at_last_captured_state() -> None:
     prefixes = tree()
     recurrent = RecurrentStates(prefixes, 16, spacing_tokens=BLOCK)
     with inserted(prefixes, computed()) as pin:
@@ -145,7 +145,7 @@ def test_sequence_resumes_at_the_deepest_captured_boundary() -> None:
         assert recurrent.end_turn(pin.path, 2 * BLOCK) == BLOCK
 
 
-def test_states_that_are_not_finite_are_not_captured() -> None:
+def test_non_finite_states_are_not_captured() -> None:
     prefixes = tree()
     recurrent = RecurrentStates(prefixes, 16, spacing_tokens=BLOCK)
     with inserted(prefixes, computed()) as pin:
@@ -170,7 +170,7 @@ def test_states_are_not_captured_without_memory() -> None:
 # ---- key index
 
 
-def test_nodes_without_index_are_indexed_when_a_sequence_reads_them() -> None:
+def test_unindexed_nodes_are_indexed_when_attached() -> None:
     prefixes, index = tree(), KeyIndex(frozenset({0}))
     indexing = KeyIndexing(index, prefixes, 100, MLXBackend())
     with inserted(prefixes, computed()) as pin:
@@ -181,7 +181,7 @@ def test_nodes_without_index_are_indexed_when_a_sequence_reads_them() -> None:
         assert prefixes.ledger.by_class()[Kind.KEY_INDEX] == held > 0
 
 
-def test_nodes_stay_without_index_if_memory_is_full() -> None:
+def test_nodes_stay_unindexed_if_memory_is_full() -> None:
     prefixes, index = tree(), KeyIndex(frozenset({0}))
     indexing = KeyIndexing(index, prefixes, 100, MLXBackend())
     with inserted(prefixes, computed()) as pin:
@@ -202,7 +202,7 @@ def test_nodes_stay_without_index_if_memory_is_full() -> None:
         (CompressedRows({}), True, False),
     ],
 )
-def test_kind_says_where_blocks_end(
+def test_retentions_declare_block_boundary_rules(
     retention: Retention, ends_blocks: bool, resumes_inside: bool
 ) -> None:
     assert (retention.ends_blocks, retention.resumes_inside) == (ends_blocks, resumes_inside)

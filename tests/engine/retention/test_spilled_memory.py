@@ -36,7 +36,7 @@ ANSWER_TOKENS = 16
 
 
 def settings_of(tokens: int, attend: int) -> dict[str, Any]:
-    """Return the settings of an engine for conversations of so many tokens."""
+    """Return the settings of an engine for conversations of this length."""
     chunk = 512 if tokens > SHORT[0] else 256
     return {"attend_tokens": attend, "max_kv_size": tokens + 768, "prefill_chunk": chunk}
 
@@ -60,7 +60,7 @@ def test_prompt_is_spilled_during_prefill(tmp_path: Path, records: int | None) -
 
 
 @pytest.mark.parametrize("again", [True, False])
-def test_refused_blocks_are_committed_before_next_chunk(
+def test_blocks_refused_by_tree_are_committed_before_next_chunk(
     tmp_path: Path, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt reserves a few chunks; without a retry the rest would be unaccounted."""
@@ -87,7 +87,7 @@ def test_refused_blocks_are_committed_before_next_chunk(
 
 
 def held_bytes(core: Core) -> int:
-    """Return the bytes of keys and values in memory, of index and places, and of the cache."""
+    """Return the bytes of KV in memory, of index and locations, and of the block cache."""
     by_class, blocks = core.ledger.by_class(), spilling_of(core).blocks
     records = RECORD_BYTES * blocks.records
     return by_class[Kind.NODES] + by_class[Kind.KEY_INDEX] + blocks.cache_bytes + records
@@ -95,7 +95,7 @@ def held_bytes(core: Core) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [single_layer, lambda: load(MODEL_PATH)[0]])
-def test_32_000_tokens_hold_an_eighth_of_their_bytes(
+def test_32_000_spilled_tokens_take_an_eighth_of_their_bytes(
     tmp_path: Path, model: Callable[[], Any]
 ) -> None:
     """Including the index, places and the block cache, from the first tokens on."""
@@ -125,7 +125,7 @@ def opened(folder: Path, limit: int, **settings: Any) -> Core:
 
 
 def room_of_one(folder: Path, tokens: int, active: int, **settings: Any) -> int:
-    """Return the limit in which there is room for one conversation whose tokens stay in memory."""
+    """Return a limit that fits one conversation whose KV stays in memory."""
     whole = opened(folder / "whole", 400_000_000, **settings)
     taken = whole.view.sequence_bytes(tokens + ANSWER_TOKENS)
     whole.close()
@@ -196,7 +196,7 @@ def test_later_turns_stay_within_limit(tmp_path: Path) -> None:
         core.close()
 
 
-def test_decoded_blocks_leave_reservation_for_the_next(tmp_path: Path) -> None:
+def test_committing_decoded_blocks_keeps_reservation_for_rest(tmp_path: Path) -> None:
     """The index takes a node's bytes for each block, until the block is merged."""
     with running(tmp_path, "falcon_h1", kernels="off") as core:
         handle = cold_engine.submit(core, prompt(40), max_tokens=250)

@@ -61,12 +61,12 @@ CODEC: dict[str, Any] = {
 
 
 def whole(tmp_path: Path, family: str, *prompts: Sequence[int], **more: Any) -> list[Any]:
-    """Return the answers of an engine that holds everything in memory."""
+    """Return the answers of an engine with all KV in memory."""
     with running(tmp_path / "whole", family, **{**more, "active_kv_size": None}) as core:
         return [cold_engine.ask(core, asked, max_tokens=40) for asked in prompts]
 
 
-def test_chain_longer_than_hashes_that_wait_is_spilled(
+def test_chain_longer_than_pending_hashes_limit_is_spilled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tier_writer, "PENDING_HASHES", 8)
@@ -153,7 +153,7 @@ def test_spilling_with_codecs_does_not_change_text(
 
 
 @pytest.mark.parametrize("harm", [Path.unlink, lambda path: flip(path)])
-def test_codes_without_record_are_written_before_spilling(
+def test_codes_missing_on_disk_are_written_before_spilling(
     tmp_path: Path, harm: Callable[[Path], object]
 ) -> None:
     settings = {**CODEC, "kv_cache_raw_first_tokens": 0, "model": single_layer()}
@@ -183,7 +183,7 @@ def test_batched_and_parallel_choices_match_single(tmp_path: Path) -> None:
         assert [tuple(choice.tokens) for choice in twice.result(0.0)] == [expected[0]] * 2
 
 
-def test_short_prompt_reads_spilled_prefix_whole(tmp_path: Path) -> None:
+def test_short_prompt_reads_spilled_prefix_with_full_attention(tmp_path: Path) -> None:
     """It shares its beginning with a longer prompt, whose first tokens are spilled."""
     short = (*LONG[:64], 3, 4)
     (expected,) = whole(tmp_path, "llama", short)
@@ -194,7 +194,7 @@ def test_short_prompt_reads_spilled_prefix_whole(tmp_path: Path) -> None:
 
 
 def first_scores(core: Core, *prompts: Sequence[int]) -> list[dict[int, float]]:
-    """Return the log-probabilities of the first tokens of answers that are asked together."""
+    """Return the log-probabilities of the first tokens of concurrent answers."""
     sampling = Sampling(logprobs=True, top_logprobs=5)
     handles = [cold_engine.submit(core, p, max_tokens=3, sampling=sampling) for p in prompts]
     cold_engine.settle(core)
@@ -246,6 +246,7 @@ def test_blocks_lost_during_first_token_are_recomputed(tmp_path: Path) -> None:
         assert found == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.usefixtures("reads_all")
 def test_spilled_conversation_resumes_after_restart(tmp_path: Path) -> None:
     (expected,) = whole(tmp_path, "llama", LONG)
     with running(tmp_path / "spilled") as core:
@@ -322,7 +323,7 @@ def test_layer_waits_for_tier_at_most_once_per_step(
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_unselective_row_waits_once_per_layer_and_step(
+def test_short_row_over_spilled_prefix_waits_once_per_layer_and_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: bool
 ) -> None:
     """It is shorter than the budget, and its beginning is spilled for others."""
@@ -344,7 +345,7 @@ def test_unselective_row_waits_once_per_layer_and_step(
 
 
 def are_adjacent(part: ArrayPart, following: ArrayPart) -> bool:
-    """Tell whether two parts could be one, or have bytes in common."""
+    """Return whether two ranges touch or overlap."""
     return part.name == following.name and part.start + part.nbytes >= following.start
 
 
@@ -360,7 +361,7 @@ def cut(path: Path) -> None:
 
 
 def harmed(folder: Path, harm: Callable[[Path], object]) -> tuple[int, ...]:
-    """Harm all records in the middle of an answer, and return it."""
+    """Damage all records in the middle of an answer, and return it."""
     with running(folder) as core:
         handle = cold_engine.submit(core, LONG, max_tokens=40)
         while core.counters.generated_tokens < 20:
@@ -414,7 +415,7 @@ def test_blocks_of_slow_tier_count_as_missing(
         assert "could not read spilled blocks" in caplog.text and "TimeoutError" in caplog.text
 
 
-def test_store_error_holds_no_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_error_retains_no_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its frames would hold the step's arrays as long as a log or an answer holds the error."""
     errors: list[ValueError] = []
 
@@ -471,7 +472,7 @@ def test_prompt_longer_than_memory_stays_within_limit(tmp_path: Path) -> None:
         core.close()
 
 
-def test_places_of_evicted_nodes_are_dropped(tmp_path: Path) -> None:
+def test_spill_locations_of_evicted_nodes_are_dropped(tmp_path: Path) -> None:
     with running(tmp_path) as core:
         cold_engine.ask(core, LONG)
         spilling = spilling_of(core)
@@ -483,7 +484,7 @@ def test_places_of_evicted_nodes_are_dropped(tmp_path: Path) -> None:
         assert blocks.records == 0 and blocks.nbytes < before
 
 
-def test_spilling_statistics_and_metrics(tmp_path: Path) -> None:
+def test_spilling_statistics_are_exported_as_metrics(tmp_path: Path) -> None:
     with running(tmp_path) as core:
         cold_engine.ask(core, LONG)
         stats = core.view.stats()
@@ -508,7 +509,7 @@ def test_spilling_statistics_and_metrics(tmp_path: Path) -> None:
     assert f"{step:,.0f} blocks read a step, {stats.spilling.hit_rate:.0%} found" in line
 
 
-def test_refused_blocks_leave_reservation_whole(
+def test_blocks_refused_by_tree_leave_reservation_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bytes of their index, too, which are spared where the tree finds them."""
@@ -531,7 +532,7 @@ def test_refused_blocks_leave_reservation_whole(
 
 
 @pytest.mark.parametrize("refused", [2, 99])
-def test_lone_prompt_without_room_restarts_once(
+def test_single_prompt_without_memory_restarts_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int
 ) -> None:
     """The tree may hold more of the prompt than it reads, in a shared node."""
@@ -584,7 +585,7 @@ def test_large_node_with_shared_prefix_does_not_block_prompt(
     assert (ends == {4}) is drops, ends
 
 
-def test_released_blocks_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_in_use_are_not_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loops read raw addresses: blocks without a cache slot have to be held."""
     (expected,) = whole(tmp_path, "llama", LONG)
     memory: list[Any] = []
@@ -607,7 +608,7 @@ def test_released_blocks_are_not_read(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(memory) > 20
 
 
-def test_selection_of_single_kv_head_is_cached(tmp_path: Path) -> None:
+def test_selection_with_single_kv_head_is_cached(tmp_path: Path) -> None:
     settings = {"num_key_value_heads": 1, "num_hidden_layers": 2, "head_dim": 16}
     config = {"model_type": "llama", "vocab_size": VOCABULARY_TOKENS, "torch_dtype": "float32"}
     mx.random.seed(3)
@@ -618,7 +619,7 @@ def test_selection_of_single_kv_head_is_cached(tmp_path: Path) -> None:
         assert counts.read_blocks > 0 and counts.cached_blocks > 0
 
 
-def test_record_spilled_again_gets_new_place(tmp_path: Path) -> None:
+def test_record_spilled_again_gets_new_location(tmp_path: Path) -> None:
     with running(tmp_path) as core:
         cold_engine.ask(core, LONG)
         blocks = spilling_of(core).blocks
@@ -635,7 +636,7 @@ def test_record_spilled_again_gets_new_place(tmp_path: Path) -> None:
         core.clear()
 
 
-def test_resident_bytes_of_spilled_block_match(tmp_path: Path) -> None:
+def test_resident_bytes_of_spilled_block_match_arrays(tmp_path: Path) -> None:
     with running(tmp_path) as core:
         codec = spilled.Spilled(spilling_of(core).blocks, 0, 0, mx.float32)
         side = mx.random.normal((1, 2, 1_600, 8))
@@ -655,7 +656,7 @@ def test_resident_bytes_of_spilled_block_match(tmp_path: Path) -> None:
         ({"kv_cache_quantization": "kivi4", "block_size": 64}, "encodes 64 tokens together"),
         ({**CODEC, "kv_cache_quantize_when": "active"}, "use at-rest"),
         ({"block_size": 24}, "not a multiple of 16"),
-        ({"attend_full_layers": (0, 1)}, "no layer that chooses"),
+        ({"attend_full_layers": (0, 1)}, "no layer that selects"),
     ],
 )
 def test_unsupported_settings_are_refused_at_start(

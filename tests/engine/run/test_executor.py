@@ -34,7 +34,7 @@ def llama() -> Any:
 
 
 def greedy(prompt: Items[int], count: int) -> list[int]:
-    """Return the tokens that mlx-lm's own cache leads to."""
+    """Return the greedy tokens with mlx-lm's own cache."""
     cache, tokens, new = make_prompt_cache(llama()), list[int](), list(prompt)
     for _ in range(count):
         new = [int(llama()(mx.array([new]), cache=cache)[0, -1].argmax())]
@@ -43,7 +43,7 @@ def greedy(prompt: Items[int], count: int) -> list[int]:
 
 
 class Steps:
-    """Executes plans over admitted sequences, and lets count what the passes computed."""
+    """Executes plans over admitted sequences and counts the passes."""
 
     def __init__(self, *prompts: tuple[int, ...]) -> None:
         self.places = Places(10_000_000)
@@ -55,13 +55,13 @@ class Steps:
             ProcessGroup(time.monotonic),
             Speculator(stores, 0, NoDraft()),
             logits_tokens=64,
-            step_tokens=64,
+            mixed_tokens=64,
         )
         self.sequences = [self.places.add(n, prompt=prompt) for n, prompt in enumerate(prompts)]
         self.places.admission.admit()
 
     def read(self, sequence: Sequence, *chunks: int) -> list[PrefillPass]:
-        """Read chunks of a prompt in one step."""
+        """Prefill chunks of a prompt in one step."""
         plan = StepPlan((), tuple(PrefillChunk(sequence, tokens) for tokens in chunks))
         passes = []
         for computed in self.executor.run(plan, lambda: None):
@@ -102,7 +102,7 @@ def test_batched_answers_match_mlx_lm() -> None:
     assert steps.places.stores.counters.decode_steps == 7
 
 
-def test_meanwhile_callback_runs_only_in_decode_passes() -> None:
+def test_meanwhile_callback_runs_only_during_decode_passes() -> None:
     steps = Steps(*PROMPTS)
     first, second = steps.sequences
     steps.read(first, 99)
@@ -114,7 +114,7 @@ def test_meanwhile_callback_runs_only_in_decode_passes() -> None:
     assert isinstance(next(output), PrefillPass) and calls == ["meanwhile"]
 
 
-def test_failed_pass_changes_nothing(
+def test_failed_pass_leaves_sequence_unchanged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     steps = Steps(PROMPTS[0])

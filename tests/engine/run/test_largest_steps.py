@@ -31,7 +31,7 @@ LARGE = [
 
 
 def taken(make: Any) -> int:
-    """Return how much more memory MLX had at once while something was made, or refused."""
+    """Return the peak of MLX's memory while a call ran or was refused."""
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     make()

@@ -34,7 +34,7 @@ FAMILIES = ["llama", "gemma2", "gpt_oss", "deepseek_v3", "mamba2", "falcon_h1", 
 
 
 def asked(model: Any, limit_bytes: int | str = "400MB", **settings: Any) -> int:
-    """Return the bytes that an engine sets aside at its start, or those that it lacks room for."""
+    """Return the bytes that an engine reserves at its start, or those that it lacks."""
     try:
         core = Core(model, memory_limit=limit_bytes, **{**LIMITS, **settings})
     except NeverFits as error:
@@ -58,7 +58,7 @@ def test_second_engine_reuses_measured_peaks(family: str) -> None:
         assert lacking[0] > little
 
 
-def test_other_limits_and_weights_are_measured_separately() -> None:
+def test_peaks_are_measured_per_limits_and_weights() -> None:
     model = build("llama")
     step_peaks._measured.clear()
     first = asked(model)
@@ -72,7 +72,7 @@ def test_other_limits_and_weights_are_measured_separately() -> None:
     assert len(step_peaks._measured) == 5
 
 
-def test_other_lanes_are_measured_separately() -> None:
+def test_peaks_are_measured_per_number_of_lanes() -> None:
     """Another process may run on fewer cores."""
     device: Any = devices.current()
     if not hasattr(device, "lanes"):
@@ -94,7 +94,7 @@ RECURRENT = [
 def extrapolated(
     family: str, monkeypatch: pytest.MonkeyPatch, **settings: Any
 ) -> tuple[int, int, int]:
-    """Return an engine's fixed bytes with all steps measured, and from short ones alone.
+    """Return fixed bytes with all steps measured, and extrapolated from short ones.
 
     Also return the tokens of the longest step of the second engine.
     """
@@ -109,9 +109,9 @@ def extrapolated(
         patch.setattr(step_trials, "MOST_SECONDS", 0.0)
         prefill = Runner.prefill
 
-        def noting(runner: Runner, tokens: Sequence[int], *given: Any) -> Any:
+        def noting(runner: Runner, tokens: Sequence[int], *given: Any, **more: Any) -> Any:
             longest.append(len(tokens))
-            return prefill(runner, tokens, *given)
+            return prefill(runner, tokens, *given, **more)
 
         patch.setattr(Runner, "prefill", noting)
         reckoned = asked(model, **settings)
@@ -126,7 +126,7 @@ def extrapolated(
         *((family, 512) for family in RECURRENT),
     ],
 )
-def test_slow_model_peak_is_extrapolated_safely(
+def test_extrapolated_peak_of_slow_model_is_upper_bound(
     family: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, reckoned, longest = extrapolated(family, monkeypatch, prefill_chunk=chunk)
@@ -143,7 +143,7 @@ def test_check_detects_missing_scan_bytes(monkeypatch: pytest.MonkeyPatch) -> No
     assert reckoned < 0.99 * whole
 
 
-def test_step_is_measured_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_is_measured_with_little_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """An extrapolated step that does not fit is no reason to refuse a model that fits."""
     whole, reckoned, _ = extrapolated("rwkv7", monkeypatch, prefill_chunk=256)
     assert reckoned > 1.5 * whole
@@ -153,7 +153,7 @@ def test_step_is_measured_where_memory_is_short(monkeypatch: pytest.MonkeyPatch)
     step_peaks._measured.clear()
 
 
-def test_growth_of_larger_steps_includes_constant_bytes_once() -> None:
+def test_extrapolation_counts_constant_bytes_once() -> None:
     """A step of 1,000 bytes and 10 per token, measured up to 64 tokens."""
     step = MeasuredStep(64, 1_640, 0.1, 4, 1_040)
     assert 6_120 <= step.scaled(512) <= 10_600
@@ -185,7 +185,7 @@ def test_reloaded_model_reuses_measured_peaks(family: str) -> None:
     assert step_peaks._measured == measured
 
 
-def test_number_of_measurements_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_cached_measurements_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_peaks, "MOST_FORMS", 2)
     step_peaks._measured.clear()
     model = build("llama")
@@ -202,22 +202,20 @@ PEAKS = StepPeaks(7, 5, 3, 0, 4096, 0.25, 512)
 
 @pytest.fixture
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of remembered peaks."""
+    """Return the folder of saved peaks."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "penstock" / "steps"
 
 
-def test_peaks_are_remembered_for_the_next_process(
-    cached: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peaks_are_saved_for_next_process(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_peaks, "REMEMBERED_SECONDS", 0.0)
     monkeypatch.setattr(step_trials, "LEAST_SECONDS", step_trials.MOST_SECONDS)
     steps: list[int] = []
     prefill = Runner.prefill
 
-    def noting(runner: Runner, tokens: Sequence[int], *given: Any) -> Any:
+    def noting(runner: Runner, tokens: Sequence[int], *given: Any, **more: Any) -> Any:
         steps.append(len(tokens))
-        return prefill(runner, tokens, *given)
+        return prefill(runner, tokens, *given, **more)
 
     with uncompiled():
         model = build("falcon_h1")
@@ -234,7 +232,7 @@ def test_peaks_are_remembered_for_the_next_process(
     assert stat.S_IMODE(cached.stat().st_mode) == 0o700
 
 
-def test_a_short_measurement_leaves_no_file(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_measurement_is_not_saved(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_peaks, "REMEMBERED_SECONDS", 60.0)
     step_peaks._measured.clear()
     asked(build("llama"))
@@ -242,7 +240,7 @@ def test_a_short_measurement_leaves_no_file(cached: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "other", "list", "pipe", "folder", "long"])
-def test_a_damaged_file_is_measured_again(damage: str, cached: Path) -> None:
+def test_damaged_file_is_measured_again(damage: str, cached: Path) -> None:
     RememberedPeaks("a").write(PEAKS)
     assert RememberedPeaks("a").read() == PEAKS
     (file,) = cached.iterdir()
@@ -263,14 +261,14 @@ def test_a_damaged_file_is_measured_again(damage: str, cached: Path) -> None:
     assert RememberedPeaks("a").read() is None
 
 
-def test_the_number_of_files_is_bounded(cached: Path) -> None:
+def test_number_of_files_is_bounded(cached: Path) -> None:
     for number in range(MOST_FILES + 3):
         RememberedPeaks(str(number)).write(PEAKS)
     assert len(list(cached.iterdir())) == MOST_FILES
     assert RememberedPeaks(str(MOST_FILES + 2)).read() == PEAKS
 
 
-def test_without_a_folder_to_write_nothing_is_remembered(
+def test_unwritable_cache_folder_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()

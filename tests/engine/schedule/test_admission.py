@@ -13,7 +13,7 @@ from penstock.kv.segment import Segment
 
 
 def reason(sequence: Sequence) -> str:
-    """Return why an answer has ended."""
+    """Return the finish reason of an answer."""
     finish = sequence.handle.result(0)[0].finish
     assert finish is not None
     return finish.reason
@@ -43,7 +43,7 @@ def test_higher_priority_is_admitted_first() -> None:
     assert middle.state is high.state is State.PREFILLING
 
 
-def test_sequence_without_room_waits_and_holds_nothing() -> None:
+def test_sequence_without_memory_waits_and_reserves_nothing() -> None:
     places = Places(10_000_000)
     places.fill(SEQUENCE + CHUNK)
     first, second = places.add(0), places.add(1)
@@ -57,7 +57,7 @@ def test_sequence_without_room_waits_and_holds_nothing() -> None:
     places.admission.check()
 
 
-def test_bytes_are_free_before_finish_is_notified() -> None:
+def test_bytes_are_released_before_finish_callback() -> None:
     places = Places(10_000_000)
     sequence = places.add(0)
     places.admission.admit()
@@ -82,7 +82,7 @@ def test_preempted_sequence_resumes_from_cache() -> None:
     places.admission.check()
 
 
-def test_path_of_preempted_sequence_is_merged() -> None:
+def test_preemption_merges_nodes_of_path() -> None:
     places = Places(10_000_000)
     sequence = places.add(0)
     places.admission.admit()
@@ -123,7 +123,7 @@ def test_prompt_progress_is_position_until_prompt_is_read() -> None:
     assert progress is not None and progress.done_tokens == 100
 
 
-def test_repeated_prompt_is_a_hit() -> None:
+def test_repeated_prompt_hits_cache() -> None:
     places = Places(10_000_000)
     first = places.add(0)
     places.admission.admit()
@@ -135,7 +135,7 @@ def test_repeated_prompt_is_a_hit() -> None:
     assert again.state is State.RUNNING, "nothing is left to prefill"
 
 
-def test_lowest_sequence_is_preempted_when_memory_is_full() -> None:
+def test_lowest_priority_is_preempted_when_memory_is_full() -> None:
     places = Places(10_000_000)
     first, second = places.add(0), places.add(1)
     places.admission.admit()
@@ -149,7 +149,7 @@ def test_lowest_sequence_is_preempted_when_memory_is_full() -> None:
     places.admission.check()
 
 
-def test_lone_answer_in_full_memory_ends_with_length() -> None:
+def test_only_answer_in_full_memory_ends_with_length() -> None:
     empty = Places(10_000_000).budget.fixed_bytes
     places = Places(empty + SEQUENCE + CHUNK + 2_000)  # and the tree's index of six blocks
     sequence = places.add(0)
@@ -219,7 +219,7 @@ def test_lowered_limit_preempts_and_fails_oversized_requests() -> None:
     places.admission.check()
 
 
-def test_cache_of_preempted_sequences_is_within_lowered_limit() -> None:
+def test_preempted_sequences_respect_lowered_limit() -> None:
     places = Places(10_000_000)
     first, second = places.add(0), places.add(1)
     places.admission.admit()
@@ -232,7 +232,7 @@ def test_cache_of_preempted_sequences_is_within_lowered_limit() -> None:
     places.admission.check()
 
 
-def test_begun_answer_that_outgrows_lowered_limit_ends_with_length() -> None:
+def test_started_answer_exceeding_lowered_limit_ends_with_length() -> None:
     places = Places(10_000_000)
     begun, new = places.add(0), places.add(1)
     places.admission.admit()
@@ -247,7 +247,7 @@ def test_begun_answer_that_outgrows_lowered_limit_ends_with_length() -> None:
 
 
 @pytest.mark.parametrize("lost", ["slot", "pin", "reservation"])
-def test_check_detects_lost_state(lost: str) -> None:
+def test_check_detects_missing_kv_state(lost: str) -> None:
     places = Places(10_000_000)
     sequence = places.add(0)
     places.admission.admit()
@@ -257,7 +257,7 @@ def test_check_detects_lost_state(lost: str) -> None:
         places.admission.check()
 
 
-def test_readers_are_sequences_with_pinned_path() -> None:
+def test_readers_lists_sequences_with_pinned_path() -> None:
     places = Places(10_000_000)
     sequence = places.add(0)
     assert list(places.admission.readers()) == []

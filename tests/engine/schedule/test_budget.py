@@ -35,7 +35,7 @@ PEAKS = StepPeaks(0, 0, 0, far=0, far_tokens=1, token_seconds=0.0, measured_toke
 
 @dataclass
 class KV:
-    """Keys and values of a sequence, as the budget sees them."""
+    """KV state of a sequence, reduced to what the budget reads."""
 
     num_cached_tokens: int = 0
     reservation: Reservation | None = None
@@ -45,7 +45,7 @@ class KV:
 
 @dataclass
 class Answer:
-    """A sequence, as the budget sees it."""
+    """A sequence, reduced to what the budget reads."""
 
     prompt_tokens: int
     max_tokens: int = 500
@@ -65,7 +65,7 @@ class Answer:
 
 
 class Copies:
-    """A part that has set 5,000 bytes aside."""
+    """A component that reserves 5,000 bytes."""
 
     nbytes = 5_000
 
@@ -76,7 +76,7 @@ def scores(tokens: int) -> int:
 
 
 def layer(tokens: int) -> int:
-    """Return the bytes of a layer that a chunk joins; its scores are within those of any step."""
+    """Return the bytes of a layer that a chunk copies; scores fit those of any step."""
     return 2 * tokens * TOKEN
 
 
@@ -101,7 +101,7 @@ def budget(limit_bytes: int = LIMIT) -> MemoryBudget:
 
 
 def cached(of: MemoryBudget, tokens: int) -> Pin[Text]:
-    """Commit so many tokens to the tree, and return a pin on them."""
+    """Commit this number of tokens to the tree, and return a pin on them."""
     prefixes: Any = of._prefixes
     content = tuple(range(tokens))
     pin: Pin[Text] = prefixes.pin(prefixes.find(content))
@@ -111,7 +111,7 @@ def cached(of: MemoryBudget, tokens: int) -> Pin[Text]:
     return pin
 
 
-def test_fixed_bytes_are_weights_pool_step_and_components() -> None:
+def test_fixed_bytes_include_weights_pool_step_and_components() -> None:
     made = budget()
     index = made._prefixes.fixed_bytes
     assert made.fixed_bytes == FIXED + index
@@ -146,7 +146,7 @@ def test_cached_tokens_are_not_reserved_again() -> None:
     assert answer.kv.reservation.nbytes == (131 - 64) * TOKEN
 
 
-def test_grow_reserves_new_tokens_up_to_answer_length() -> None:
+def test_reservation_grows_up_to_answer_length() -> None:
     made, answer = budget(), Answer(100, max_tokens=50)
     assert made.reserve(answer) and answer.reserved_tokens == 131
     answer.generated_tokens = 32
@@ -155,7 +155,7 @@ def test_grow_reserves_new_tokens_up_to_answer_length() -> None:
     assert made._ledger.used_bytes == (made.fixed_bytes + 149 * TOKEN + scores(149) + layer(149))
 
 
-def test_reservation_falls_back_to_one_token_or_none() -> None:
+def test_reservation_falls_back_to_current_length_or_fails() -> None:
     one = FIXED + budget()._prefixes.fixed_bytes + 100 * TOKEN + scores(100) + layer(100)
     answer = Answer(100)
     assert budget(one).reserve(answer) and answer.reserved_tokens == 100
@@ -174,14 +174,14 @@ def test_reserving_evicts_nodes_in_full_ledger() -> None:
     assert made.reserve(answer) and answer.reserved_tokens == 1
 
 
-def test_stuck_sequence_reserves_all_it_may_use() -> None:
+def test_readmitted_out_of_memory_sequence_reserves_maximum() -> None:
     made = budget(FIXED + 700_000)
     answer = Answer(100, max_tokens=4_000, stuck=True)
     assert made.reserve(answer)
     assert answer.reserved_tokens == made.most_tokens() - 1 > 131
 
 
-def test_chunk_room_follows_longest_sequence() -> None:
+def test_chunk_reservation_follows_longest_sequence() -> None:
     made, long, short = budget(), Answer(200), Answer(50)
     assert made.reserve(long) and made.reserve(short)
     assert made._aside.chunk.nbytes == layer(199 + 32)
@@ -192,7 +192,7 @@ def test_chunk_room_follows_longest_sequence() -> None:
     assert made._ledger.used_bytes == made.fixed_bytes
 
 
-def test_most_tokens_is_longest_fitting_sequence() -> None:
+def test_most_tokens_is_length_of_longest_fitting_sequence() -> None:
     made = budget()
     most = made.most_tokens()
     fits, over = Answer(most - 1), Answer(most)
@@ -232,7 +232,7 @@ def test_refusal_counts_prompt_logprobs() -> None:
     assert budget(least).fits_alone(asked) and not budget(least - 1).fits_alone(asked)
 
 
-def test_only_unpinned_nodes_are_evicted_for_room() -> None:
+def test_only_unpinned_nodes_are_evicted_to_admit() -> None:
     made = budget()
     pin = cached(made, 64)
     room = 100 * TOKEN + scores(100) + layer(100)
@@ -246,7 +246,7 @@ def test_only_unpinned_nodes_are_evicted_for_room() -> None:
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_admission_uses_expected_length(*, alone: bool) -> None:
+def test_admission_uses_expected_answer_length(*, alone: bool) -> None:
     """256 tokens are expected of an answer."""
     tokens = 99 + 256
     both = 2 * (tokens * TOKEN + scores(tokens)) + layer(tokens)
@@ -259,7 +259,7 @@ def test_admission_uses_expected_length(*, alone: bool) -> None:
     assert enough.has_room(Answer(100), [other])
 
 
-def test_evictable_nodes_count_as_room_for_admission() -> None:
+def test_evictable_nodes_count_as_free_for_admission() -> None:
     made = budget()
     cached(made, 64).release()
     assert made.reserve(running := Answer(100, max_tokens=1))
@@ -273,7 +273,7 @@ def test_evictable_nodes_count_as_room_for_admission() -> None:
     assert not made.has_room(new, [running])
 
 
-def test_preempted_sequence_leaves_room_beside_staying_ones() -> None:
+def test_preemption_fit_counts_expected_growth_of_others() -> None:
     """Then the expected lengths count; for a sequence alone only its present one does."""
     made = budget(4_000_000)
     going, staying = Answer(100), Answer(100)
@@ -313,7 +313,7 @@ def test_preemption_frees_only_exclusive_bytes() -> None:
     assert made.would_fit(new, 16, [running], []), "sixteen of its tokens are cached"
 
 
-def test_lost_cached_tokens_are_reserved_again() -> None:
+def test_evicted_cached_tokens_are_reserved_again() -> None:
     made, answer = budget(), Answer(100, kv=KV(num_cached_tokens=64))
     assert made.reserve(answer)
     answer.kv.num_cached_tokens = 16
@@ -326,7 +326,7 @@ def test_lost_cached_tokens_are_reserved_again() -> None:
     assert answer.kv.reservation.nbytes == (131 - 16) * TOKEN
 
 
-def test_top_up_restores_spent_bytes() -> None:
+def test_top_up_restores_missing_reservation_bytes() -> None:
     made, answer = budget(), Answer(100)
     assert made.reserve(answer)
     own = answer.kv.reservation
@@ -337,7 +337,7 @@ def test_top_up_restores_spent_bytes() -> None:
     assert made.top_up(answer) and own.nbytes == 131 * TOKEN
 
 
-def test_prompts_get_at_most_half_of_free_bytes() -> None:
+def test_memory_set_aside_for_prompts_is_at_most_half_of_free() -> None:
     made = budget()
     free = made._ledger.free_bytes
     assert made.set_aside_prompts(10_000) == 10_000

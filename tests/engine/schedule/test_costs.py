@@ -37,7 +37,7 @@ PEAKS = StepPeaks(
 
 
 class Kernels:
-    """Ways to attend that take 1,000 bytes for each column and new token."""
+    """Attention implementations that need 1,000 bytes per column and new token."""
 
     def nbytes(self, tokens: int, width: int) -> int:
         return 1_000 * tokens * width
@@ -55,7 +55,7 @@ def estimator(
 
 
 def spilling(figures: ModelFigures = FIGURES, **settings: Any) -> MemoryEstimator:
-    """Return the estimator of a model that chooses in one layer, and spills that."""
+    """Return the estimator of a model with one selective layer whose KV is spilled."""
     choice = ChoiceFigures(tokens=128, layers=frozenset({0}), index_token_bytes=10)
     spills = {"active_kv_size": 512, "attend_tokens": 128, "ssd_cache_dir": Path("/nowhere")}
     return estimator(
@@ -79,7 +79,7 @@ def test_sequence_bytes_are_bounded_by_window_and_two_chunks(tokens: int, held: 
     assert estimator().sequence_bytes(tokens) == held * 384
 
 
-def test_sequence_bytes_of_ring_window_include_both_ends() -> None:
+def test_sequence_bytes_of_ring_buffer_window() -> None:
     """A window of 256, 100 ring tokens behind the kept ones, and two chunks."""
     ring = replace(FIGURES, windows=(AttentionWindow(100, 4), AttentionWindow()))
     assert estimator(ring).sequence_bytes(1_000) == (256 + 100 + 64) * 384
@@ -91,7 +91,7 @@ def test_unwindowed_model_ignores_window() -> None:
     assert estimator(rows).sequence_bytes(400) == (400 + 16) * 384 + 50  # and a block of loose rows
 
 
-def test_spilled_tokens_keep_index_and_places_in_memory() -> None:
+def test_index_and_location_of_spilled_tokens_stay_in_memory() -> None:
     """Checksum and place take 12 bytes per head and side for 16 tokens: 3 bytes a token."""
     of_spilled = spilling()
     assert of_spilled.spilled_token_bytes == 2 * 128 + 10 + 3
@@ -108,7 +108,7 @@ def test_spilled_tokens_keep_index_and_places_in_memory() -> None:
     assert of_spilled.next_bytes(2_000) == 1_600 * 394 + 400 * 269 + nodes
 
 
-def test_a_node_has_a_chunk_where_chunks_are_shorter_than_spans() -> None:
+def test_nodes_are_as_long_as_short_chunks() -> None:
     assert path_bytes(1_024, 16, 64) == 16 * 900 + 64 * (57 + 4 * 16)
     assert path_bytes(1_024, 16, 24) == path_bytes(1_024, 16, 8) == 64 * 900 + 64 * (57 + 4 * 16)
 
@@ -135,7 +135,7 @@ def test_decode_bytes_are_scores_of_visible_columns() -> None:
     assert estimator(half).decode_bytes(100) == 100 * 4 * 40
 
 
-def test_decode_bytes_with_speculation() -> None:
+def test_decode_bytes_grow_with_proposed_tokens() -> None:
     figures = replace(FIGURES, state_bytes=70)
     for tokens in (1, 2):
         proposes = estimator(figures, speculative_tokens=tokens)
@@ -144,12 +144,12 @@ def test_decode_bytes_with_speculation() -> None:
     assert estimator(figures).decode_bytes(100) == 100 * 4 * 32
 
 
-def test_decode_bytes_are_largest_over_attention_ways() -> None:
+def test_decode_bytes_are_maximum_over_attention_implementations() -> None:
     assert estimator(ways=Kernels()).decode_bytes(100) == 100_000
     assert estimator(ways=Kernels(), speculative_tokens=1).decode_bytes(10) == 20_000 + 8 * 1_034
 
 
-def test_decode_bytes_with_selection() -> None:
+def test_decode_bytes_with_selection_include_selected_kv() -> None:
     chooses = replace(FIGURES, choice=ChoiceFigures(tokens=64, layers=frozenset({0})))
     assert estimator(chooses).decode_bytes(64) == 64 * 4 * 32
     assert estimator(chooses).decode_bytes(65) == 65 * 4 * 32 + 3 * 64 * 128
@@ -162,7 +162,7 @@ def test_decode_bytes_of_compressed_layers_are_their_states() -> None:
     assert estimator(rows).decode_bytes(100) == 50
 
 
-def test_prefill_bytes_are_joined_layer_and_unmeasured_scores() -> None:
+def test_prefill_bytes_are_copied_layer_and_unmeasured_scores() -> None:
     held = 100 * 4 * 32 - 4 * 8**2
     assert estimator().prefill_bytes(100) == 2 * 100 * 128 + held * 32
     assert estimator().prefill_bytes(8) == 2 * 8 * 128  # as many scores as were measured
@@ -200,7 +200,7 @@ def test_prefill_bytes_of_compressed_layers_grow_as_measured() -> None:
     assert [far.prefill_bytes(tokens) for tokens in (80, 100)] == [0, 2_200]
 
 
-def test_step_bytes_are_largest_peak_scores_and_fold() -> None:
+def test_step_bytes_are_largest_peak_plus_scores_and_merge_copy() -> None:
     """5,000 is rounded up to a sixteenth of 4,096, plus a tenth."""
     unmeasured = (1_024 - 4 * 8**2) * 32
     folds = 2 * 256 * 384
@@ -211,20 +211,20 @@ def test_step_bytes_are_largest_peak_scores_and_fold() -> None:
     assert estimator(chooses).step_bytes == 5_632 + unmeasured + folds + 77
 
 
-def test_step_bytes_of_compressed_layers_use_far_chunk() -> None:
+def test_step_bytes_of_compressed_layers_use_long_context_peak() -> None:
     rows = replace(FIGURES, compresses=True)
     far = estimator(rows, replace(PEAKS, far=10_000))
     assert far.step_bytes == 11_000 + 2 * 16 * 384
 
 
-def test_first_scores_bytes_by_attention_kind() -> None:
+def test_first_scores_bytes_depend_on_attention_kind() -> None:
     assert first_scores_bytes(FIGURES, MEMORY, 32) == 32**2 * 4 * 32
     fused = replace(FIGURES, shapes=(FUSED,))
     assert first_scores_bytes(fused, MEMORY, 32) == 1_024 * 32
     assert first_scores_bytes(replace(fused, joined=True), MEMORY, 32) == 32**2 * 4 * 16
 
 
-def test_prompt_logits_are_computed_in_whole_blocks() -> None:
+def test_prompt_logits_are_computed_in_blocks_of_bounded_size() -> None:
     assert estimator().logits_tokens == 32
     large = estimator(replace(FIGURES, vocabulary_size=200_000), prefill_chunk=512)
     assert large.logits_tokens == 16  # 13 would fit in 32 MB: one block at least
@@ -236,7 +236,7 @@ def test_prompt_logits_are_computed_in_whole_blocks() -> None:
     assert estimator().logits_bytes_of(scores) == estimator().logits_bytes + of_chunk
 
 
-def test_run_bytes_are_tokens_two_states_and_chunk() -> None:
+def test_calibration_run_bytes_are_kv_two_states_and_chunk() -> None:
     figures = replace(FIGURES, state_bytes=70)
     of_run = estimator(figures)
     assert of_run.run_bytes(100) == 100 * 384 + 140 + of_run.prefill_bytes(100)

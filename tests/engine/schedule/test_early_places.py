@@ -18,7 +18,7 @@ SHORT = 20
 
 
 def fill(setup: Setup, missing_tokens: int = 0) -> Handle:
-    """Ask for as much as the memory has room for, or more; return the handle of the request."""
+    """Submit a request that fills the memory; return its handle."""
     needed = setup.core.view.sequence_bytes(PROMPT + ANSWER - missing_tokens)
     setup.core.set_limit(setup.fixed + needed.per_sequence + needed.shared)
     return setup.ask(PROMPT, ANSWER, client="a")
@@ -49,7 +49,7 @@ def test_short_request_is_admitted_in_next_step(steps: int) -> None:
         assert read <= 2 * setup.core.limits.block_size, "little of the long one is read again"
 
 
-def test_short_request_waits_without_early_turn_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_missing_early_turn_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
     monkeypatch.setattr(fair_shares, "EARLY_WORK", 10**9)
     with made(**LARGE) as setup:
@@ -59,7 +59,7 @@ def test_short_request_waits_without_early_turn_end(monkeypatch: pytest.MonkeyPa
 
 
 def run_beside_short_requests(setup: Setup, missing_tokens: int) -> int:
-    """Ask for short answers all the time; return the tokens that were read for the long one."""
+    """Submit short requests all the time; return the prefilled tokens of the long one."""
     long, asked = fill(setup, missing_tokens), 0
     short = None
     for _ in range(1_000):
@@ -78,7 +78,7 @@ def run_beside_short_requests(setup: Setup, missing_tokens: int) -> int:
 
 
 @pytest.mark.parametrize("missing_tokens", [0, 30, 100])
-def test_memory_filling_request_progresses_during_others(missing_tokens: int) -> None:
+def test_request_filling_memory_progresses_beside_short_ones(missing_tokens: int) -> None:
     """Only missing KV is recomputed."""
     with made(**LARGE) as setup:
         assert run_beside_short_requests(setup, missing_tokens) < 1.5 * PROMPT

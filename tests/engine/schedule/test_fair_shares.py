@@ -45,12 +45,12 @@ def of(simulation: Simulation, *states: State) -> list[Item]:
 
 
 def places(simulation: Simulation, level: int) -> Counter[object]:
-    """Count the places of clients (1) or requests (3)."""
+    """Count the slots per client (1) or per request (3)."""
     return Counter(job.owners[:level] for job in of(simulation, *PLACED))
 
 
 def unfair_shares(simulation: Simulation) -> list[str]:
-    """List sequences that wait beside a lower priority, or a share with two places more."""
+    """List sequences that wait beside a lower priority, or a share with two more slots."""
     found = []
     placed = of(simulation, *PLACED)
     for job in of(simulation, State.WAITING, State.PREEMPTED):
@@ -70,7 +70,7 @@ def unfair_shares(simulation: Simulation) -> list[str]:
 
 
 def steps_until_placed(simulation: Simulation, job_id: int, most: int = 10_000) -> int:
-    """Run until a sequence has its first place; return the steps before that."""
+    """Return the number of steps before a sequence gets its first slot."""
     for step in range(most):
         simulation.step()
         if job_id not in simulation.states or simulation.states[job_id] in PLACED:
@@ -79,7 +79,7 @@ def steps_until_placed(simulation: Simulation, job_id: int, most: int = 10_000) 
 
 
 def serving(count: int, *, n: int, cls: type[Scheduler[Item]] = Scheduler) -> Simulation:
-    """Return an engine of eight places in which requests of `n` long answers run."""
+    """Return an engine with eight slots and running requests of `n` long answers."""
     simulation = Simulation(make(8, 512, 32, 1_000, cls=cls))
     for number in range(count):
         simulation.submit(range(number * 100, number * 100 + 40), n=n, outputs=400, client="a")
@@ -90,7 +90,7 @@ def serving(count: int, *, n: int, cls: type[Scheduler[Item]] = Scheduler) -> Si
 
 @pytest.mark.parametrize("client", ["a", "b"])
 @pytest.mark.parametrize(("count", "n"), [(1, 128), (2, 128), (4, 2)])
-def test_new_request_preempts_one_of_many_answers(count: int, n: int, client: str) -> None:
+def test_new_request_preempts_client_with_many_answers(count: int, n: int, client: str) -> None:
     simulation = serving(count, n=n)
     assert len(of(simulation, State.RUNNING)) == 8
     (short,) = simulation.submit(range(900, 910), outputs=2, client=client)
@@ -118,7 +118,7 @@ def test_client_with_many_requests_gets_half_of_slots() -> None:
     assert places(simulation, 1) == {("a",): 4, ("b",): 4}
 
 
-def test_salts_of_one_client_share_equally() -> None:
+def test_cache_salts_of_one_client_share_equally() -> None:
     scheduler = make(4)
     line = [item(number) for number in range(6)]
     for job, salt in zip(line, "xxxxxy", strict=True):
@@ -131,7 +131,7 @@ def test_salts_of_one_client_share_equally() -> None:
     assert admitted_ids == [0, 5, 1, 2]
 
 
-def test_long_answer_in_only_slot_is_preempted_in_turns() -> None:
+def test_long_answer_in_single_slot_is_preempted_by_short_ones() -> None:
     simulation = Simulation(make(1, 512, 32))
     (long,) = simulation.submit(range(40), outputs=4_000)
     simulation.step()
@@ -142,7 +142,7 @@ def test_long_answer_in_only_slot_is_preempted_in_turns() -> None:
     assert simulation.preemptions == 20
 
 
-def test_long_prompt_waits_for_longer_turn() -> None:
+def test_turn_of_long_prompt_begins_after_one_turn_of_work() -> None:
     simulation = Simulation(make(1, 512, 32))
     simulation.submit(range(40), outputs=4_000)
     simulation.step()
@@ -151,7 +151,7 @@ def test_long_prompt_waits_for_longer_turn() -> None:
     assert 4_000 // GENERATED_WORK - 10 <= steps <= 4_000 // GENERATED_WORK
 
 
-def test_recomputation_is_at_most_half_of_turn() -> None:
+def test_recomputation_is_at_most_half_of_work() -> None:
     simulation = Simulation(make(1, 32, 32))
     for number in range(2):
         simulation.submit(range(1_000 * number, 1_000 * number + 640), outputs=200)
@@ -212,7 +212,7 @@ def test_interrupted_turn_is_continued() -> None:
     assert scheduler.to_preempt(short) == [long]
 
 
-def test_many_waiting_requests_do_not_take_turns() -> None:
+def test_many_waiting_requests_cause_no_preemption() -> None:
     """Their KV would evict each other."""
     simulation = serving(8 + 9, n=1)
     for _ in range(200):
@@ -252,7 +252,7 @@ def test_idle_time_earns_no_credit() -> None:
     ("work", "prefilled", "continues"),
     [(TURN_WORK - 1, False, True), (TURN_WORK - 1, True, False), (TURN_WORK, False, False)],
 )
-def test_only_turn_cut_short_in_prefill_continues(
+def test_turn_continues_only_if_preempted_during_prefill(
     work: int, *, prefilled: bool, continues: bool
 ) -> None:
     """A preempted sequence that had read its prompt, or done a turn, has a whole turn again."""
@@ -270,7 +270,7 @@ def test_only_turn_cut_short_in_prefill_continues(
     assert turns.to_preempt(waiting, [served]) == [served]
 
 
-def test_shares_are_dropped_with_last_sequence() -> None:
+def test_share_is_dropped_with_its_last_sequence() -> None:
     simulation = Simulation(make(2, 512, 32))
     for client in "aab":
         simulation.submit(range(40), n=2, outputs=3, client=client)
@@ -292,7 +292,7 @@ def test_largest_share_is_preempted_when_memory_is_full() -> None:
 
 
 @pytest.mark.parametrize("client", ["a", "b"])
-def test_short_prompt_is_prefilled_during_many_of_other_request(client: str) -> None:
+def test_short_prompt_is_prefilled_beside_many_long_prompts(client: str) -> None:
     """It is prefilled in the step that admits it."""
     scheduler = make(8)
     long = [item(number, left=9_000, client="a", group=0) for number in range(7)]
@@ -302,7 +302,7 @@ def test_short_prompt_is_prefilled_during_many_of_other_request(client: str) -> 
     assert shares(scheduler.plan())[9] == 100
 
 
-def test_request_with_skipped_prompts_goes_first() -> None:
+def test_prompt_of_skipped_request_is_prefilled_next() -> None:
     scheduler = make(3)
     admitted(scheduler, *(item(number, left=9_000, client="a", group=0) for number in range(2)))
     for number in range(2, 12):
@@ -321,7 +321,7 @@ def test_request_with_skipped_prompts_goes_first() -> None:
 
 @dataclass(frozen=True)
 class Ask:
-    """A request, and the steps until the next one comes."""
+    """A request, and the number of steps until the next one arrives."""
 
     client: str
     prompt_tokens: int
@@ -333,7 +333,7 @@ class Ask:
 
 @contextmanager
 def short_turns() -> Iterator[None]:
-    """Let turns be as short as the answers here."""
+    """Shorten turns to the length of the answers here."""
     with pytest.MonkeyPatch.context() as patching:
         patching.setattr(fair_shares, "TURN_WORK", SHORT_STEPS * GENERATED_WORK)
         yield
@@ -351,7 +351,7 @@ asks = st.builds(
 
 
 def run(requests: list[Ask], batch: int, cls: type[Scheduler[Item]] = Scheduler) -> list[list[int]]:
-    """Run all requests to their end; return the sequences in places, step by step."""
+    """Run all requests to their end; return the sequences in slots at each step."""
     simulation = Simulation(make(batch, 64, 4, 1_000, cls=cls))
     log: list[list[int]] = []
     bound = sum(ask.n + ask.n * ask.outputs // SHORT_STEPS for ask in requests)
@@ -387,7 +387,7 @@ FEW = settings(QUICK, max_examples=1_000 if SOAK else 20)
 @given(requests=st.lists(asks, max_size=5), batch=st.integers(1, 4))
 @example(requests=CROWD, batch=4)
 @example(requests=URGENT, batch=3)
-def test_scheduler_shares_places_fairly_with_few_preemptions(
+def test_scheduler_shares_slots_fairly_with_few_preemptions(
     requests: list[Ask], batch: int
 ) -> None:
     with short_turns():
@@ -399,7 +399,7 @@ LATE += [Ask("b", 10, 1, 1, 0, 0), Ask("b", 3, 1, 1, 0, 0), Ask("c", 30, 1, 1, 0
 
 
 def admit_in_time(requests: list[Ask], batch: int, cls: type[Scheduler[Item]] = Scheduler) -> None:
-    """Run endless answers, all asked at once, until each request has had its first place.
+    """Run endless answers until each request has had its first slot.
 
     Clients take turns, and the requests of a client take its turns: a request waits at most as many
     turns as its client has requests, and as long for each other client.

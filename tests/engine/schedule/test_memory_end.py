@@ -28,7 +28,7 @@ def generated(core: Core, asked: tuple[int, ...]) -> int:
 @pytest.mark.parametrize("chunk", [16, 64])
 @pytest.mark.parametrize("max_kv_size", [64, 1_024])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_answer_gets_all_tokens_memory_guarantees(
+def test_answer_ends_with_length_at_promised_tokens(
     block_size: int, max_kv_size: int, chunk: int
 ) -> None:
     """Alone, and beside other nodes that share some first tokens."""

@@ -27,7 +27,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def computed(core: Core, act: Callable[[], Any]) -> tuple[Any, int]:
-    """Return what an act returns, and how many tokens of prompts were computed for it."""
+    """Return the result of a call, and the number of prompt tokens computed for it."""
     before = core.view.stats().prefilled_tokens
     return act(), core.view.stats().prefilled_tokens - before
 
@@ -37,7 +37,7 @@ def partial_blocks(core: Core) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_turn_computes_only_new_tokens(kind: str) -> None:
+def test_next_turn_computes_only_new_tokens(kind: str) -> None:
     # Windows of a test model are shorter than 16 tokens; those of real ones hold many blocks.
     block_size = 8 if kind == "recurrent_gemma" else 16
     core, cold = (core_of(kind, block_size=block_size) for _ in range(2))
@@ -63,7 +63,7 @@ def test_turn_computes_only_new_tokens(kind: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["active", "at-rest"])
-def test_turn_computes_only_new_tokens_in_codec(form: str) -> None:
+def test_next_turn_computes_only_new_tokens_with_codec(form: str) -> None:
     settings = {**FORMS[form], "kv_cache_min_quantize_tokens": 0}
     with_codes = core_of("llama", **settings)
     try:
@@ -102,7 +102,7 @@ def test_partial_block_is_replaced_by_longer_one(core: Core) -> None:
     assert partial_blocks(core) == [(len(talk) + 27) % 16]
 
 
-def test_partial_block_begins_inside_longer_node(core: Core) -> None:
+def test_partial_block_extends_branch_inside_longer_node(core: Core) -> None:
     ask(core, tuple(prompt_of(81)), 1)
     (node,) = [node for node in cached_nodes(core) if not node.partial]
     assert len(node.tokens) == 80
@@ -146,7 +146,7 @@ def test_branches_share_partial_block(core: Core) -> None:
     assert [tuple(answer) for answer in said] == [ask(core, branch, 4) for branch in branches]
 
 
-def test_equal_turns_are_computed_once(core: Core) -> None:
+def test_concurrent_equal_turns_are_computed_once(core: Core) -> None:
     talk = tuple(prompt_of(33))
     talk += ask(core, talk, 8)
     request = Request(prompt=(*talk, *prompt_of(60)), max_tokens=4, ignore_eos=True)
@@ -218,7 +218,7 @@ def test_check_detects_partial_block_matched_by_length(
 
 
 @pytest.mark.parametrize("form", ["active", "at-rest"])
-def test_block_without_room_is_committed_at_end(form: str) -> None:
+def test_uncommitted_block_is_committed_at_end_of_answer(form: str) -> None:
     """Whole blocks are coded, the tail after them is not."""
     core = core_of("llama", **FORMS[form], kv_cache_min_quantize_tokens=0)
     try:

@@ -18,7 +18,7 @@ from penstock.errors import Displaced, QueueFull
 
 
 def fill(scheduler: Scheduler[Item], client: str, count: int, n: int = 1) -> list[Item]:
-    """Let requests of a client wait, of `n` answers each."""
+    """Queue requests of a client with `n` answers each."""
     first = len(scheduler)
     jobs = [
         item(1_000 + first + number, left=10, client=client, group=1_000 + (first + number) // n)
@@ -30,7 +30,7 @@ def fill(scheduler: Scheduler[Item], client: str, count: int, n: int = 1) -> lis
 
 
 def arrive(scheduler: Scheduler[Item], new: Item) -> list[Item]:
-    """Let a request come; return those that it has displaced."""
+    """Submit a request; return the requests that it displaced."""
     displaced = scheduler.to_displace(new.owners, 1)
     for job in displaced:
         scheduler.act(job, "finish")
@@ -39,10 +39,10 @@ def arrive(scheduler: Scheduler[Item], new: Item) -> list[Item]:
     return displaced
 
 
-def test_only_client_may_fill_queue() -> None:
+def test_single_client_may_fill_queue() -> None:
     scheduler = make(max_queue=8)
     fill(scheduler, "a", 8)
-    with pytest.raises(QueueFull, match="8 waiting, 1 more asked for, max_queue 8"):
+    with pytest.raises(QueueFull, match="8 waiting, 1 more requested, max_queue 8"):
         arrive(scheduler, item(1, client="a"))
 
 
@@ -137,7 +137,7 @@ def test_displaced_request_fails_and_others_continue() -> None:
         other = setup.ask(20, 4, client="b")
         error = error_of(waiting[-1])
         assert isinstance(error, Displaced)
-        assert (error.status, "made way for another client" in str(error)) == (429, True)
+        assert (error.status, "removed for another client" in str(error)) == (429, True)
         setup.drain()
         for handle in (first, other, *waiting[:-1]):
             assert_right(handle)
@@ -145,7 +145,7 @@ def test_displaced_request_fails_and_others_continue() -> None:
         assert (stats.waiting, stats.waiting_clients, stats.most_waiting) == (0, 0, 0)
 
 
-def test_multi_prompt_call_displaces_all_or_nothing() -> None:
+def test_multi_prompt_call_is_queued_whole_or_refused() -> None:
     with made(max_batch_size=1, max_queue=4) as setup:
         setup.ask(20, 4, client="a")
         setup.step()

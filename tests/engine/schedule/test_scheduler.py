@@ -59,7 +59,7 @@ EVENTS: tuple[Event, ...] = ("admit", "prefilled", "preempt", "finish")
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Item:
-    """What the scheduler asks of a sequence, and nothing else."""
+    """The fields of a sequence that the scheduler reads."""
 
     id: int
     priority: int = 0
@@ -109,7 +109,7 @@ def act(scheduler: Scheduler[Item], item_id: int, event: Event) -> State:
 
 
 def admitted(scheduler: Scheduler[Item], *items: Item) -> None:
-    """Add the sequences and give each a place."""
+    """Add the sequences and give each a slot."""
     for added in items:
         scheduler.add(added)
         scheduler.act(added, "admit")
@@ -124,7 +124,7 @@ def get_on(
     next_block_hash: bytes | None = None,
     served: int = 0,
 ) -> None:
-    """Let a sequence stand somewhere else than before."""
+    """Set the position and the remaining tokens of a sequence."""
     moved = known(scheduler, item_id)
     moved.position, moved.remaining_tokens = position, left
     moved.next_block_hash = next_block_hash
@@ -132,7 +132,7 @@ def get_on(
 
 
 def read(scheduler: Scheduler[Item], plan: StepPlan[Item]) -> None:
-    """Do what the plan says, as far as prefill goes; nothing is shared."""
+    """Apply the prefill part of a plan; nothing is shared."""
     for chunk in plan.prefill:
         moved = chunk.sequence
         moved.position += chunk.tokens
@@ -156,14 +156,14 @@ def ids(items: Items) -> list[int]:
 
 
 def told(plan: StepPlan[Item]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return who decodes, and whose chunks of how many tokens are read, in order."""
+    """Return the decoding sequences, and the prefill chunks as (sequence, tokens), in order."""
     return ids(plan.decode), [(chunk.sequence.id, chunk.tokens) for chunk in plan.prefill]
 
 
 # ---- the table of states
 
 
-def test_every_event_is_in_table_or_refused_by_name() -> None:
+def test_every_event_is_in_transition_table_or_refused() -> None:
     for state, event in product(State, EVENTS):
         if (state, event) in NEXT:
             assert next_state(state, event) is NEXT[state, event]
@@ -192,7 +192,7 @@ def test_transition_table_matches_diagram() -> None:
     assert all((state, "finish") in NEXT for state in State if state is not State.DONE)
 
 
-def test_sequence_lifecycle() -> None:
+def test_sequence_passes_through_states_to_done() -> None:
     scheduler, job = make(), item(7, left=100)
     scheduler.add(job)
     assert scheduler.sequences(State.WAITING) == [job]
@@ -269,7 +269,7 @@ def test_queue_may_be_filled_but_not_exceeded() -> None:
     admitted(scheduler, item(0))
     scheduler.add(item(1))
     scheduler.add(item(2))
-    with pytest.raises(QueueFull, match="2 waiting, 1 more asked for, max_queue 2") as e:
+    with pytest.raises(QueueFull, match="2 waiting, 1 more requested, max_queue 2") as e:
         scheduler.add(item(3))
     assert (e.value.waiting, e.value.added, e.value.max_queue) == (2, 1, 2)
     assert e.value.status == 429
@@ -281,10 +281,10 @@ def test_queue_may_be_filled_but_not_exceeded() -> None:
     scheduler.check()
 
 
-def test_add_is_atomic() -> None:
+def test_refused_add_queues_no_sequence() -> None:
     scheduler = make(max_queue=3)
     scheduler.add(item(1))
-    with pytest.raises(QueueFull, match="1 waiting, 3 more asked for"):
+    with pytest.raises(QueueFull, match="1 waiting, 3 more requested"):
         scheduler.add(item(2), item(3), item(4))
     with pytest.raises(ValueError, match="sequence 2 is not new"):
         scheduler.add(item(2), item(2))
@@ -336,7 +336,7 @@ def test_order_is_priority_then_preempted_then_arrival() -> None:
     assert len(scheduler.in_line()) == 6
 
 
-def test_overdue_sequences_in_every_state() -> None:
+def test_overdue_sequences_are_reported_in_every_state() -> None:
     scheduler = make(max_batch_size=4)
     states: list[list[Event]] = [
         [],
@@ -356,7 +356,7 @@ def test_overdue_sequences_in_every_state() -> None:
     assert ids(scheduler.overdue(1e9)) == [0, 1, 2, 3]
 
 
-def test_preemption_victims() -> None:
+def test_preemption_victims_are_ordered_by_priority_and_arrival() -> None:
     scheduler = make(max_batch_size=6)
     low = [item(1), item(2, -1), item(3), item(0, -1)]
     admitted(scheduler, *low, item(5, 1))
@@ -371,7 +371,7 @@ def test_preemption_victims() -> None:
 # ---- what a step reads
 
 
-def test_all_running_decode_and_lone_prompt_gets_budget() -> None:
+def test_running_sequences_decode_and_only_prompt_gets_whole_budget() -> None:
     scheduler = make()
     admitted(scheduler, item(1), item(2), item(3, left=1_000))
     act(scheduler, 2, "prefilled")
@@ -384,7 +384,7 @@ def test_all_running_decode_and_lone_prompt_gets_budget() -> None:
     assert told(scheduler.plan()) == ([1, 2, 3], [])
 
 
-def test_prefill_is_limited_while_others_decode() -> None:
+def test_prefill_chunk_is_limited_while_others_decode() -> None:
     scheduler = make()
     admitted(scheduler, item(1, left=1_000), item(2))
     assert shares(scheduler.plan(time_for(200))) == {1: 512}, "nobody waits"
@@ -393,7 +393,7 @@ def test_prefill_is_limited_while_others_decode() -> None:
     assert shares(scheduler.plan(time_for(9_999))) == shares(scheduler.plan()) == {1: 512}
 
 
-def test_step_time_is_bounded_without_decodes() -> None:
+def test_prefill_step_time_is_bounded_without_decodes() -> None:
     scheduler = make()
     admitted(scheduler, item(1, left=1_000), item(2, left=1_000))
     time = StepTime(100, TokenASecond(), alone_seconds=300)
@@ -416,7 +416,33 @@ def test_prompts_of_one_request_share_chunk() -> None:
     assert shares(scheduler.plan(time)) == {1: 256, 2: 40}
 
 
-def test_lone_prompt_chunk_follows_tokens_worth() -> None:
+def test_mixed_pass_prefills_all_short_prompts_together() -> None:
+    for one_pass, expected in ((True, {1: 40, 2: 40, 3: 40}), (False, {1: 40, 2: 40})):
+        scheduler = make()
+        admitted(scheduler, *(item(number, left=40) for number in (1, 2, 3)))
+        time = StepTime(100, TokenASecond(), alone_seconds=300, one_pass=one_pass)
+        assert shares(scheduler.plan(time)) == expected
+        admitted(scheduler, item(4, left=1_000))
+        assert shares(scheduler.plan(time)) == {1: 40, 2: 40}, "the short ones end first"
+
+
+def test_fixed_cost_of_mixed_pass_is_counted_once() -> None:
+    class Overhead(TokenASecond):
+        def chunk_seconds(self, tokens: int, start: int) -> float:
+            return 50 + tokens
+
+        def tokens_within(self, seconds: float, start: int, most: int) -> int:
+            return max(0, min(most, int(seconds) - 50))
+
+    for one_pass, expected in ((True, {1: 30, 2: 30, 3: 30}), (False, {1: 30})):
+        scheduler = make()
+        admitted(scheduler, item(0), *(item(number, left=30) for number in (1, 2, 3)))
+        act(scheduler, 0, "prefilled")
+        time = StepTime(150, Overhead(), one_pass=one_pass)
+        assert shares(scheduler.plan(time)) == expected
+
+
+def test_chunk_of_only_prompt_follows_measured_prefill_rate() -> None:
     class Worth(TokenASecond):
         def tokens_worth(self, start: int) -> int:
             return 300
@@ -472,7 +498,7 @@ def test_one_block_is_prefilled_even_if_chunk_is_shorter() -> None:
     assert shares(scheduler.plan()) == {1: 64}
 
 
-def test_first_prompt_gets_half_and_least_served_the_rest() -> None:
+def test_first_prompt_gets_half_and_least_served_gets_rest() -> None:
     scheduler = make()
     admitted(
         scheduler,
@@ -500,7 +526,7 @@ def test_fully_prefilled_prompt_is_no_longer_first() -> None:
     assert shares(scheduler.plan()) == {1: 256, 2: 256}
 
 
-def test_unused_tokens_return_to_first_prompt() -> None:
+def test_tokens_unused_by_others_go_to_first_prompt() -> None:
     scheduler = make()
     admitted(scheduler, item(1, left=9_000), item(2, left=20))
     assert shares(scheduler.plan()) == {1: 448, 2: 20}
@@ -531,7 +557,7 @@ def test_only_one_of_equal_prompts_is_prefilled() -> None:
     assert shares(scheduler.plan()) == {1: 64, 2: 64, 7: 64}
 
 
-def test_sequence_that_is_not_ready_is_passed_over() -> None:
+def test_sequence_that_is_not_ready_is_skipped() -> None:
     """Also as the first of equal prompts: another one is prefilled for all."""
     scheduler = make()
     equal = [item(i, left=640, next_block_hash=b"a", ready=i > 0) for i in range(2)]
@@ -543,7 +569,7 @@ def test_sequence_that_is_not_ready_is_passed_over() -> None:
     assert shares(scheduler.plan()) == {0: 512}
 
 
-def test_plan_is_pure() -> None:
+def test_plan_does_not_change_scheduler() -> None:
     for chunk in (64, 512):
         scheduler = make(prefill_chunk=chunk)
         admitted(scheduler, *(item(i, left=5_000) for i in range(4)))
@@ -553,7 +579,7 @@ def test_plan_is_pure() -> None:
             read(scheduler, plan)
 
 
-def test_prompts_alternate_when_blocks_are_too_large_for_two() -> None:
+def test_prompts_alternate_when_chunk_has_one_block() -> None:
     scheduler = make(prefill_chunk=64)
     admitted(scheduler, *(item(i, left=5_000) for i in range(3)))
     order = []
@@ -591,7 +617,7 @@ def test_prompt_sharing_blocks_of_skipped_prompt_goes_first() -> None:
     assert set(shares(scheduler.plan())) == {0, 7}
 
 
-def test_sharing_a_chunk_counts_as_progress() -> None:
+def test_prefilling_with_others_counts_as_progress() -> None:
     scheduler = make(max_batch_size=3)
     admitted(scheduler, item(0, left=9_000), item(1, left=9_000, served=70_000))
     for step in range(1, 4):
@@ -621,7 +647,7 @@ def test_scheduler_imports_no_arrays_clock_or_threads() -> None:
 
 
 def reading(jobs: Items) -> tuple[list[Item], list[Item]]:
-    """Return those with something to read, and of these the first of each next block."""
+    """Return the sequences to prefill, and those that come first for their next block."""
     readers = sorted(
         (job for job in jobs if job.state is State.PREFILLING and job.remaining_tokens),
         key=lambda job: (-job.priority, job.id),
@@ -636,7 +662,7 @@ def reading(jobs: Items) -> tuple[list[Item], list[Item]]:
 
 
 def faults(plan: StepPlan[Item], jobs: Items, budget_tokens: int, block_size: int) -> list[str]:
-    """List what is wrong with a plan for these jobs, whatever was planned before.
+    """List the rules that a plan for these sequences violates.
 
     A budget of less than a block is for a part of one, or for one that takes little more.
     """
@@ -675,13 +701,13 @@ def faults(plan: StepPlan[Item], jobs: Items, budget_tokens: int, block_size: in
 
 
 def first_gets_less_than_half(plan: StepPlan[Item], first: Item, budget_tokens: int) -> bool:
-    """Tell whether the first reader has less than half the budget, and is not at its end."""
+    """Return whether the first prompt gets less than half, and is not at its end."""
     own = shares(plan).get(first.id, 0)
     return own < min(first.remaining_tokens, (budget_tokens + 1) // 2)
 
 
 class Simulation:
-    """An engine without a model: prompts are numbers, the tree is a set of block names.
+    """An engine without a model: prompts are numbers, the tree is a set of block hashes.
 
     It looks at every plan, and at who gets on how often.
     """
@@ -737,13 +763,13 @@ class Simulation:
         return [job_id for job_id, state in self.states.items() if state in states]
 
     def preempt(self, job_id: int) -> None:
-        """Take everything from a sequence but what it has committed."""
+        """Take everything from a sequence except what it has committed."""
         self.preemptions += 1
         self.act(job_id, "preempt")
         self.look_up(job_id, 0, 0)
 
     def look_up(self, job_id: int, position: int, served_tokens: int) -> None:
-        """Extend a sequence along what the tree holds of its prompt."""
+        """Extend a sequence along the cached part of its prompt."""
         prompt, size = self.prompts[job_id], self.scheduler.block_size
         while (end := (position // size + 1) * size) <= len(prompt) and prompt[:end] in self.tree:
             position = end
@@ -788,7 +814,7 @@ class Simulation:
             self.go_on(job.id)
 
     def has_room(self, job: Item, placed: Sequence[int]) -> bool:
-        """Tell whether a job fits beside others, by places and by memory."""
+        """Return whether slots and memory suffice for another sequence."""
         tokens = sum(len(self.prompts[i]) for i in [*placed, job.id])
         return not placed or (
             len(placed) < self.scheduler.max_batch_size and tokens <= self.memory_tokens
@@ -799,7 +825,7 @@ class Simulation:
             self.act(job_id, "prefilled")
 
     def step(self) -> StepPlan[Item]:
-        """Admit, plan, look at the plan, run it."""
+        """Admit, plan, check the plan, and run it."""
         self.admit()
         plan = self.scheduler.plan(time_for(self.stall_tokens))
         jobs = [self.jobs[job_id] for job_id in self.of(State.PREFILLING, State.RUNNING)]
@@ -822,7 +848,7 @@ class Simulation:
         return plan
 
     def budget_tokens(self, plan: StepPlan[Item], jobs: Items) -> int:
-        """Return the most tokens that a step may read."""
+        """Return the maximum number of tokens of a step."""
         budget = self.scheduler.budget_tokens
         if self.stall_tokens is None:
             return budget
@@ -844,7 +870,7 @@ class Simulation:
         self.go_on(job.id)
 
     def look_at_half(self, plan: StepPlan[Item], budget: int) -> None:
-        """Half of the budget for the first reader, or in every second step at least."""
+        """Check that the first prompt gets half of the budget at least every second step."""
         readers = [self.jobs[job_id] for job_id in self.of(State.PREFILLING)]
         if not readers:
             return
@@ -856,7 +882,7 @@ class Simulation:
         assert not (short and fine), "less than half for the first reader"
 
     def look_at_waits(self) -> None:
-        """Whoever holds a place gets on, once in three steps a place."""
+        """Check that each sequence progresses once in three steps per slot."""
         for job_id in self.of(State.PREFILLING):
             self.unread_steps[job_id] = self.unread_steps.get(job_id, 0) + 1
             most = 3 * self.scheduler.max_batch_size
@@ -874,7 +900,7 @@ class Simulation:
                 assert job.position + job.remaining_tokens == len(prompt)
 
     def finish(self) -> None:
-        """Run until nobody is left; each step must do something."""
+        """Run until no sequence is left; each step must make progress."""
         while self.states:
             plan = self.step()
             assert plan.decode or plan.prefill, "a step does nothing while somebody waits"
@@ -958,7 +984,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.simulation.scheduler.in_line())
     @rule()
     def make_way(self) -> None:
-        """Park what the first in line may push aside."""
+        """Preempt the sequences that the first waiting one may displace."""
         simulation = self.simulation
         job = simulation.scheduler.in_line()[0]
         placed = [simulation.jobs[i] for i in simulation.of(State.PREFILLING, State.RUNNING)]
@@ -975,7 +1001,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.started)
     @rule(data=st.data(), event=st.sampled_from(EVENTS))
     def anything(self, data: st.DataObject, event: Event) -> None:
-        """What the table does not allow, nor the places, raises and changes nothing."""
+        """Check that illegal events raise and change nothing."""
         simulation = self.simulation
         job_id = data.draw(st.sampled_from([-1, *simulation.of(*State)]))
         if job_id < 0:
@@ -1011,7 +1037,7 @@ class Machine(RuleBasedStateMachine):
         assert len(self.simulation.scheduler) == 0
 
 
-def test_state_machine_with_any_order_of_events() -> None:
+def test_state_machine_holds_for_random_event_order() -> None:
     run_state_machine_as_test(Machine, settings=QUICK)
 
 
@@ -1027,7 +1053,7 @@ def run_beside_short_requests(
     tokens: int,
     stall_tokens: int | None = None,
 ) -> None:
-    """Read one long prompt while short ones take all the other places as soon as they are free.
+    """Prefill a long prompt while short ones take all free slots.
 
     None of a higher priority waits, for which the long one would be preempted.
     """
@@ -1051,7 +1077,7 @@ def run_beside_short_requests(
     ("places", "chunk", "priority", "blocks", "stall_tokens"),
     pairs((2, 3, 4, 6), (4, 8, 16, 7), (0, 1), (1, 2, 4), (None, 0, 8)),
 )
-def test_no_sequence_starves(
+def test_random_load_starves_no_sequence(
     places: int, chunk: int, priority: int, blocks: int, stall_tokens: int | None
 ) -> None:
     run_beside_short_requests(Scheduler, places, chunk, 4, priority, blocks * 4, stall_tokens)
@@ -1217,7 +1243,7 @@ def test_state_machine_detects_broken_schedulers(broken: type[Scheduler[Item]]) 
 
 
 def only_failures(error: BaseException) -> bool:
-    """Tell whether a test failed by an assertion, and not by a mistake of its own."""
+    """Return whether a test failed by an assertion, not by an error of its own."""
     if isinstance(error, BaseExceptionGroup):
         return all(only_failures(inner) for inner in error.exceptions)
     return isinstance(error, AssertionError | pytest.fail.Exception)

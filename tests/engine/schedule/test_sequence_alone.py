@@ -24,7 +24,7 @@ TOKENS = list(range(4 * BLOCK + 3))
 
 
 class NoTiers:
-    """Cold tiers that are not there: what is noted is listed."""
+    """Cold tiers that store nothing and record the noted blocks."""
 
     def __init__(self) -> None:
         self.noted: list[int] = []
@@ -100,7 +100,7 @@ def closed(kv: SequenceKV) -> None:
     kv.reservation.release()
 
 
-def test_prompt_blocks_are_committed_and_found() -> None:
+def test_committed_prompt_blocks_are_matched_by_next_sequence() -> None:
     made, tiers = stores()
     kv = opened(made)
     kv.append_chunk(chunk(len(TOKENS) - 1))
@@ -116,7 +116,7 @@ def test_prompt_blocks_are_committed_and_found() -> None:
 
 
 @pytest.mark.parametrize(("kept", "resumes"), [(4, 4), (3, 2), (1, 0)])
-def test_custom_retention_limits_resume(kept: int, resumes: int) -> None:
+def test_custom_retention_limits_reused_tokens(kept: int, resumes: int) -> None:
     kind = EveryOther()
     made, _ = stores(kind)
     kv = opened(made)

@@ -37,7 +37,7 @@ SOURCES = (ROOT / "src" / "penstock", ROOT / "benchmarks" / "src")
 
 
 def changed(node: ast.AST) -> ast.AST | None:
-    """Return the place that a node writes: stored, deleted, or changed by a method of a list."""
+    """Return the target that a node stores to, deletes, or changes by a list method."""
     if isinstance(node, ast.Attribute | ast.Subscript):
         return None if isinstance(node.ctx, ast.Load) else node
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -46,7 +46,7 @@ def changed(node: ast.AST) -> ast.AST | None:
 
 
 def field_in(place: ast.AST | None, *, of_self: bool) -> bool:
-    """Tell whether a place is one of the fields or in one; `self` is a KV's only if `of_self`."""
+    """Return whether a target is one of the fields; `self` counts only if `of_self`."""
     while isinstance(place, ast.Attribute | ast.Subscript):
         if isinstance(place, ast.Attribute) and place.attr in FIELDS:
             own = isinstance(place.value, ast.Name) and place.value.id == "self"
@@ -56,7 +56,7 @@ def field_in(place: ast.AST | None, *, of_self: bool) -> bool:
 
 
 def is_set_by_name(node: ast.AST) -> bool:
-    """Tell whether a node is a call of `setattr` or its like with the name of a field."""
+    """Return whether a node calls `setattr` or the like with a field's name."""
     if not isinstance(node, ast.Call):
         return False
     called = node.func
@@ -66,7 +66,7 @@ def is_set_by_name(node: ast.AST) -> bool:
 
 
 def bases(node: ast.ClassDef) -> set[str]:
-    """Return the last names of a class's bases."""
+    """Return the unqualified names of a class's bases."""
     return {ast.unparse(base).rpartition(".")[2] for base in node.bases}
 
 
@@ -174,7 +174,7 @@ def core() -> Any:
 
 
 @pytest.mark.parametrize("accepted", [0, 1, 2])
-def test_rejected_columns_do_not_change_text(core: Core, accepted: int) -> None:
+def test_columns_of_rejected_tokens_do_not_change_text(core: Core, accepted: int) -> None:
     """Writes past the committed length, as of rejected proposals, change no text."""
     request = Request(prompt=tuple(range(1, 40)), max_tokens=24)
     expected = answer(core, core.submit(request))
@@ -204,7 +204,9 @@ def test_rejected_columns_do_not_change_text(core: Core, accepted: int) -> None:
 
 
 @pytest.mark.parametrize(("written", "accepted"), [(1, 2), (1, -1), (0, 1)])
-def test_accepting_more_than_written_is_refused(core: Core, written: int, accepted: int) -> None:
+def test_accepting_more_tokens_than_written_is_refused(
+    core: Core, written: int, accepted: int
+) -> None:
     handle = core.submit(Request(prompt=(1, 2, 3), max_tokens=4))
     core.step()
     (sequence,) = core.admission.sequences.values()
@@ -214,7 +216,7 @@ def test_accepting_more_than_written_is_refused(core: Core, written: int, accept
 
 
 def running_core(core: Core, prompt_tokens: int, generated: int) -> Any:
-    """Return the KV of a sequence that has decoded so many tokens, in `core`."""
+    """Return the KV of a sequence in `core` that has decoded this number of tokens."""
     core.submit(Request(prompt=tuple(range(1, prompt_tokens + 1)), max_tokens=100, ignore_eos=True))
     while not sequences_in(core, State.RUNNING):
         core.step()
@@ -237,7 +239,7 @@ def test_whole_blocks_of_answer_are_committed_at_end(core: Core, generated: int)
     kv.check()
 
 
-def test_chunk_behind_prompt_is_one_token(core: Core) -> None:
+def test_last_prompt_token_is_its_own_chunk(core: Core) -> None:
     """As in mlx-lm's own loop, whose chunks are of the prompt without its last token."""
     kv = running_core(core, 40, 0)
     (sequence,) = core.admission.sequences.values()
@@ -245,7 +247,7 @@ def test_chunk_behind_prompt_is_one_token(core: Core) -> None:
     assert sequence.whole_stop == kv.position + 1
 
 
-def test_shorter_paths_leave_out_ever_more_nodes(core: Core) -> None:
+def test_shorter_paths_drop_increasing_numbers_of_nodes(core: Core) -> None:
     prompt = tuple(range(1, 100))
     for shared in (96, 64, 48, 32, 16):
         other = (*prompt[:shared], *range(200, 220))
@@ -264,7 +266,7 @@ def test_shorter_paths_leave_out_ever_more_nodes(core: Core) -> None:
     ]
 
 
-def test_answer_is_not_committed_without_room_for_copy(core: Core) -> None:
+def test_answer_end_is_not_committed_without_memory_for_copy(core: Core) -> None:
     kv = running_core(core, 40, 40)
     before = kv.spans(), kv.num_cached_tokens, kv.position
     core.ledger.set_limit(core.ledger.used_bytes)
@@ -273,7 +275,7 @@ def test_answer_is_not_committed_without_room_for_copy(core: Core) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 12, 32])
-def test_spans_behind_window_are_released(keep: int) -> None:
+def test_spans_outside_window_are_released(keep: int) -> None:
     """Kept tokens stay, unseen tokens go, also from the pin; no column is visible twice."""
     window, columns = 48, 16
     core = Core(
@@ -334,7 +336,9 @@ def test_last_token_of_fully_cached_prompt_is_computed(
     assert choice.finish is not None and choice.finish.usage.cached_tokens == cached
 
 
-def test_chunk_without_room_in_tree_is_kept(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunk_refused_by_tree_stays_with_sequence(
+    core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also one that ends inside a block."""
     request = Request(prompt=tuple(range(1, 60)), max_tokens=24)
     expected = answer(core, core.submit(request))

@@ -29,7 +29,7 @@ LEARNING = 5
 
 @dataclass(slots=True)
 class Machine:
-    """Seconds of a chunk: of each, of a token, and of a token that one reads."""
+    """Seconds per chunk, per token, and per token of context."""
 
     fixed: float
     token: float
@@ -47,14 +47,14 @@ class Machine:
 
 
 def measured(machine: Machine) -> PrefillRate:
-    """Return the speed as an engine knows it that was just opened."""
+    """Return the prefill rate as a newly opened engine knows it."""
     seconds = machine.seconds(0, CHUNK)
     return PrefillRate(RunningMean(seconds / CHUNK), CHUNK)
 
 
 @dataclass(slots=True)
 class Gap:
-    """Prompts between two decode steps."""
+    """Prompt chunks between two decode steps."""
 
     chunks: dict[int, int]
     seconds: float
@@ -64,7 +64,7 @@ class Gap:
 
 
 class Simulation:
-    """One sequence that decodes for ever, and prompts beside it."""
+    """One sequence that decodes endlessly, and prompts beside it."""
 
     def __init__(
         self,
@@ -86,13 +86,13 @@ class Simulation:
         self._number = 0
 
     def decode(self) -> None:
-        """Let a sequence decode from now on."""
+        """Start a sequence that decodes."""
         running = item(self._next())
         admitted(self.scheduler, running)
         self.scheduler.act(running, "prefilled")
 
     def ask(self, tokens: int, cached: int = 0) -> None:
-        """Let a prompt be read behind its cached tokens."""
+        """Submit a prompt with this number of cached tokens."""
         if not self.scheduler.free_places:
             return
         admitted(self.scheduler, item(self._next(), left=tokens, position=cached))
@@ -146,7 +146,7 @@ class Simulation:
 
 
 def drawn_machine(random: Random) -> Machine:
-    """Return a machine whose chunk at the start of a prompt takes 20 ms to 20 s."""
+    """Return a machine whose first chunk of a prompt takes 20 ms to 20 s."""
     chunk = 0.02 * 10 ** random.uniform(0, 3)
     fixed = random.choice((0.0, 0.02, 0.3)) * min(chunk, STALL)
     token = (chunk - fixed) / CHUNK
@@ -159,7 +159,7 @@ def talk(
     speed: Callable[[Machine], ChunkSpeed] = measured,
     block_tokens: int | None = None,
 ) -> Simulation:
-    """Let prompts of all lengths come while another sequence decodes, and the machine change."""
+    """Submit prompts of all lengths beside a decoding sequence on a changing machine."""
     random = Random(seed)
     simulation = Simulation(drawn_machine(random), speed, block_tokens=block_tokens)
     simulation.decode()
@@ -180,18 +180,18 @@ def talk(
 
 
 def stalls(simulation: Simulation) -> list[Gap]:
-    """Return the gaps that were longer than they had to be."""
+    """Return the gaps that were longer than necessary."""
     return [gap for gap in simulation.gaps if gap.possible and not gap.learning and is_long(gap)]
 
 
 def is_long(gap: Gap) -> bool:
-    """Tell whether a gap is too long; a block alone may be expected to take `SLACK` times."""
+    """Return whether a gap is too long; a single block may take `SLACK` times its time."""
     most = MOST if sum(gap.chunks.values()) > BLOCK else SLACK * (1 + NOISE) / (1 - NOISE)
     return gap.seconds > most * STALL
 
 
 class FixedChunk:
-    """A speed that nobody measures: every chunk fits."""
+    """A prefill rate at which every chunk fits."""
 
     def chunk_seconds(self, tokens: int, start: int) -> float:
         return 0.0
@@ -206,7 +206,7 @@ class FixedChunk:
 
 
 class OneMean(PrefillRate):
-    """One speed for chunks of all lengths and places, and no part of a block."""
+    """A prefill rate that ignores chunk length and position."""
 
     def chunk_seconds(self, tokens: int, start: int) -> float:
         return self.prefill_seconds(tokens)
@@ -227,21 +227,21 @@ def one_mean(machine: Machine) -> PrefillRate:
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("block_tokens", [None, BLOCK])
-def test_decode_gaps_are_bounded(seed: int, block_tokens: int | None) -> None:
+def test_time_between_decode_steps_is_bounded(seed: int, block_tokens: int | None) -> None:
     simulation = talk(seed, block_tokens=block_tokens)
     assert any(gap.possible for gap in simulation.gaps)
     assert stalls(simulation) == []
 
 
 @pytest.mark.parametrize("speed", [lambda machine: FixedChunk(), one_mean])
-def test_check_detects_length_independent_speed(
+def test_check_detects_rate_ignoring_context_length(
     speed: Callable[[Machine], ChunkSpeed],
 ) -> None:
     assert sum(bool(stalls(talk(seed, speed))) for seed in range(6)) >= 2
 
 
 def steady(machine: Machine, block_tokens: int | None) -> Simulation:
-    """Read a long prompt beside a sequence that decodes."""
+    """Prefill a long prompt beside a decoding sequence."""
     simulation = Simulation(machine, block_tokens=block_tokens)
     simulation.decode()
     simulation.ask(4_000)
@@ -257,7 +257,7 @@ def test_fast_machine_uses_quarter_of_allowed_time() -> None:
     assert quarter.clock < 1.15 * whole.clock
 
 
-def test_slow_machine_reads_whole_blocks() -> None:
+def test_slow_machine_prefills_one_block_per_step() -> None:
     """A block takes 0.13 s: shorter chunks would cost more in all."""
     whole, blocks = (steady(Machine(0.1, 1e-3, 0.0), size) for size in (None, BLOCK))
     assert {sum(gap.chunks.values()) for gap in blocks.gaps[LEARNING:-1]} == {BLOCK}
@@ -265,7 +265,7 @@ def test_slow_machine_reads_whole_blocks() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_prefill_uses_allowed_time(seed: int) -> None:
+def test_prefill_chunks_use_allowed_time(seed: int) -> None:
     """A long prompt uses most of it; a short one does not delay the next."""
     machine = drawn_machine(Random(seed))
     simulation = Simulation(machine)
@@ -281,7 +281,7 @@ def test_prefill_uses_allowed_time(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_lone_prompt_is_prefilled_in_large_chunks(seed: int) -> None:
+def test_single_prompt_is_prefilled_in_large_chunks(seed: int) -> None:
     simulation = Simulation(drawn_machine(Random(seed)))
     for tokens in (4_000, 3, 700):
         simulation.ask(tokens)
@@ -296,7 +296,7 @@ def test_lone_prompt_is_prefilled_in_large_chunks(seed: int) -> None:
     assert read / spent >= 0.95 * fixed.read_tokens / fixed.clock
 
 
-def test_slowdown_is_learned_in_few_chunks() -> None:
+def test_prefill_rate_adapts_to_slowdown_in_few_chunks() -> None:
     simulation = Simulation(Machine(0.01, 0.001, 1e-6))
     simulation.decode()
     simulation.ask(4_000)

@@ -45,6 +45,8 @@ LEFT_OUT = {
     "cluster": "needs a file of requests",
     "serve": "takes longer than all others",
     "restore": "times the disk",
+    "switch": "needs a real model",
+    "embed": "needs sentence-transformers",
     "remember": "counts right answers, and times nothing",
     "store": "compares with vllm-mlx, where that is installed",
     "million": "takes longer than all others together",

@@ -10,11 +10,13 @@ from penstock_bench.cli import (
     agents_command,
     all_command,
     cache_commands,
+    embed_command,
     engine_commands,
     index_commands,
     kernels_command,
     mac_command,
     serve_command,
+    switch_command,
     verify_command,
     weights_command,
 )
@@ -35,6 +37,8 @@ app.command()(engine_commands.quantized)
 app.command()(engine_commands.hybrid)
 app.command()(engine_commands.restore)
 app.command()(serve_command.serve)
+app.command()(switch_command.switch)
+app.command()(embed_command.embed)
 app.command()(index_commands.lookup)
 app.command()(index_commands.trace)
 app.command()(index_commands.cluster)

@@ -308,6 +308,10 @@ def attend(
             "--attend-rest", help="Also attend to the other tokens, at two bits per number."
         ),
     ] = False,
+    packed: Annotated[
+        bool,
+        typer.Option("--packed", help="Give the llama 4 bits, multiplied by its codes on a CPU."),
+    ] = False,
     rounds: Rounds = 5,
     as_json: options.Json = False,
     save: Save = None,
@@ -319,7 +323,9 @@ def attend(
     """
     from penstock_bench.attend_steps import AttendLoad, measure
 
-    load = AttendLoad(attend_tokens=attend_tokens, attend_rest=attend_rest, rounds=rounds)
+    load = AttendLoad(
+        attend_tokens=attend_tokens, attend_rest=attend_rest, packed=packed, rounds=rounds
+    )
     if tokens:
         load = replace(load, shapes=tuple((1, length) for length in tokens))
     with progress_bar("stepping") as notify:

@@ -1,1 +1,1 @@
-"""Selective attention: decode steps of long sequences read only some tokens."""
+"""Selective attention: long sequences read only some of their tokens in each step."""

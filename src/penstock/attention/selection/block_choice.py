@@ -1,7 +1,7 @@
-"""Choice of blocks by the key index in MLX's operations: nothing is evaluated, on any device.
+"""Choice of blocks by the key index in MLX's operations, the reference; nothing is evaluated.
 
-This is the reference. Scores are sums of whole numbers (`KeyIndex.products`), so a choice does not
-depend on the rows scored together. Segments that several rows read are scored once.
+Scores are sums of integers (`KeyIndex.products`), so a choice does not depend on the rows scored
+together. A segment that several rows read is scored once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.attention.selection.selection import Selection
 from penstock.kv.codecs.coded import Coded
 
 Tables = dict[tuple[int, int, int], mx.array]
-"""Rotations of blocks that the layers of a step share, by `id` of the rotation, first block and
+"""Rotations of blocks shared by the layers of a step, by `id` of the rotation, first block and
 stop."""
 
 
@@ -39,9 +39,9 @@ class _IndexRead:
     def products(
         self, selection: Selection, whole: mx.array, ops: AttentionOps
     ) -> dict[int, mx.array]:
-        """Score the columns for all rows at once; return those of each row, (kv_heads, m, n).
+        """Score the columns for all rows at once; return the scores by row, (kv_heads, m, n).
 
-        An index is read whole, because its part would be copied, unless most of it is not needed.
+        A slice would be a copy, so the index is read in full unless most of it is not needed.
         """
         b, m = whole.shape[0], whole.shape[2]
         index = self.index
@@ -68,15 +68,15 @@ def block_scores(
     ops: AttentionOps,
     tables: Tables | None = None,
 ) -> list[mx.array]:
-    """Return each row's scores of the blocks that it may choose, (kv_heads, m, blocks).
+    """Return each row's scores of the blocks that it may select, (kv_heads, m, blocks).
 
-    A block has the score of its best token.
+    The score of a block is that of its best token.
 
     Args:
         rows: rows with selective attention.
         queries: queries of the rows, (rows, kv_heads, m, dim), float32.
-        scale: scale of the model's scores, for base e.
-        tables: rotations of blocks used before in this step.
+        scale: factor of the scores in base e.
+        tables: rotations of blocks computed earlier in this step; new ones are added.
     """
     whole, worth = selection.index.whole_queries(queries, scale)
     parts = [list(selection.indexed(row, layer)) for row in rows]
@@ -108,7 +108,9 @@ def center_scores(
     layer: int,
     tables: Tables | None = None,
 ) -> mx.array | None:
-    """Return the part of a row's block scores that the index leaves out, (kv_heads, m, blocks).
+    """Return the part of a row's block scores due to the key centers, (kv_heads, m, blocks).
+
+    None if the layer has no centers.
 
     Args:
         queries: queries of the row, (kv_heads, m, dim), scaled.
@@ -120,9 +122,9 @@ def center_scores(
 def _center_factors(
     selection: Selection, row: DecodeRow, queries: mx.array, layer: int, tables: Tables | None
 ) -> tuple[mx.array, mx.array] | None:
-    """Return two matrices whose product is that of a row's queries with the blocks' centers.
+    """Return two matrices whose product is the scores of the blocks' centers for a row's queries.
 
-    Of one row at a time, because rounding depends on the shape of a product and could change the
+    One row at a time, because rounding depends on the shape of a product and could change the
     choice.
     """
     centers = selection.index.centers.get(layer)
@@ -142,10 +144,10 @@ def best_blocks(
     ops: AttentionOps,
     tables: Tables | None = None,
 ) -> list[mx.array]:
-    """Return the best blocks of each row, (kv_heads, blocks), the best first; see `block_scores`.
+    """Return the blocks selected by each row, (kv_heads, blocks), best first; see `block_scores`.
 
-    They are numbered from the first that may be chosen on, `FIRST_BLOCKS`. Of equal blocks the
-    earlier ones are chosen.
+    Blocks are numbered from `FIRST_BLOCKS`, the first that may be selected. Ties go to the
+    earlier block.
     """
     scores = block_scores(selection, rows, queries, scale, layer, ops, tables)
     return [
@@ -155,7 +157,7 @@ def best_blocks(
 
 
 def _lacks(scores: mx.array) -> mx.array:
-    """Return what each block lacks to be the only one, (kv_heads, blocks); the least is chosen."""
+    """Return each block's negative log-probability, minimum over queries, (kv_heads, blocks)."""
     lacks = mx.logsumexp(scores, axis=-1, keepdims=True) - scores
     return lacks.squeeze(1) if lacks.shape[1] == 1 else lacks.min(axis=1)
 

@@ -1,4 +1,4 @@
-"""Copies of the blocks that a row reads, out of its segments, in MLX's operations."""
+"""Gathering of the blocks that a row selected from its segments, in MLX's operations."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from penstock.kv.segment import KVSpan
 
 @dataclass(frozen=True, slots=True)
 class BlockTokens:
-    """Blocks of a row, and the positions of their tokens."""
+    """Blocks selected by a row, and the positions of their tokens."""
 
     blocks: mx.array
-    """Blocks numbered from `FIRST_BLOCKS` on, (kv_heads, count) uint32."""
+    """Block numbers counted from `FIRST_BLOCKS`, (kv_heads, count) uint32."""
     tokens: mx.array
     """Positions, (kv_heads, count * BLOCK_TOKENS) uint32."""
 
@@ -33,9 +33,9 @@ class BlockTokens:
         return cls(blocks, mx.take(positions, blocks, axis=0).flatten(1))
 
     def within(self, span: KVSpan, *, alone: bool) -> tuple[mx.array, mx.array | None]:
-        """Return columns of a span, and which of the tokens are there; None if all are.
+        """Return the tokens' columns in a span, and a mask of the tokens that it holds.
 
-        Tokens of other spans have any column.
+        The mask is None if it holds all. The columns of other tokens are arbitrary but valid.
         """
         columns = self.tokens - span.start if span.start else self.tokens  # may wrap around
         if alone:
@@ -44,7 +44,7 @@ class BlockTokens:
 
 
 def block_positions(stop: int) -> mx.array:
-    """Return the positions of the tokens from the first block on, (blocks, BLOCK_TOKENS) uint32."""
+    """Return the positions from `FIRST_TOKENS` to `stop - 1`, (blocks, BLOCK_TOKENS) uint32."""
     positions = mx.arange(FIRST_TOKENS, stop, dtype=mx.uint32)
     return mx.unflatten(positions, 0, (-1, BLOCK_TOKENS))
 
@@ -57,10 +57,10 @@ def selected_kv(
     tail: tuple[mx.array, mx.array],
     ops: CodeOps,
 ) -> tuple[mx.array, mx.array]:
-    """Copy what a row reads of one layer: first tokens, blocks, recent tokens, and the tail.
+    """Copy the KV that a row reads in one layer: first tokens, blocks, recent tokens, and the tail.
 
     Args:
-        read: blocks that each KV head reads.
+        read: blocks selected by each KV head.
         tail: keys and values of the tail, (1, kv_heads, tokens, dim) each.
 
     Returns:
@@ -132,7 +132,7 @@ def _of_parts(side: Coded, take: Callable[[mx.array], mx.array]) -> Coded:
 def _from_runs(
     side: Coded, span: KVSpan, columns: mx.array, read: BlockTokens, ops: CodeOps
 ) -> mx.array:
-    """Dequantize the runs of tokens with the blocks, where a codec encodes several together."""
+    """Dequantize the selected blocks for a codec that encodes runs of several tokens together."""
     size, count = side.codec.span, read.blocks.shape[1]
     apart = gcd(BLOCK_TOKENS, span.start, size)
     runs_each = max(-(-(begin + BLOCK_TOKENS) // size) for begin in range(0, size, apart))

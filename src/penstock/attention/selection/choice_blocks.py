@@ -7,10 +7,10 @@ BLOCK_TOKENS = 16
 FIRST_BLOCKS = 1
 """Number of leading blocks always read, because many heads attend to them."""
 ASKING = 15, 31
-"""Queries of a group of a prompt's positions that the group's choice is made for."""
+"""Indices, within a group of prompt positions, of the queries that select blocks for the group."""
 HALF_NOISE = 0.0518
-"""Half of a score's error variance, relative to the squares of its query and its key's norm.
+"""Half of a score's error variance, relative to the squared norms of its query and its key.
 
-2-bit codes add an error of variance 0.1331 to standard normal values, whose size is then 1 /
+The error of 2-bit codes has variance 0.1331 for standard normal values, which are scaled by
 0.8825: 0.1331 * 0.8825^2 / 2. With half of its variance subtracted, e^noise is 1 on average.
 """

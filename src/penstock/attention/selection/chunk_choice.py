@@ -1,13 +1,15 @@
-"""Attention of a chunk of a prompt to blocks that its queries select.
+"""Selective attention of a prefill chunk.
 
 Queries of a group of positions share a choice. It is made for some of them, by the rule of decode
-steps: a block counts for the query that wants it most. The tokens right in front of a group, as
-many as a chunk may have, are read whole. So what a query reads does not depend on the chunks.
+steps: a block counts for the query that wants it most. The tokens of the group itself are read
+besides. A chunk's keys are indexed before it attends, so a group chooses among them as among those
+in front of the chunk, and what a query reads does not depend on the chunks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -15,16 +17,17 @@ import mlx.core as mx
 from penstock.attention import span_attention
 from penstock.attention.attention_plan import DecodeRow
 from penstock.attention.selection.choice_blocks import ASKING
-from penstock.attention.selection.selected_reads import GroupReads, StepMemory
+from penstock.attention.selection.selected_reads import ChunkQueries, StepMemory
 from penstock.attention.selection.selection import Selection
 from penstock.attention.span_attention import AttentionWindow
 from penstock.config.defaults import ATTEND_GROUP_TOKENS
+from penstock.kv.codecs.coded import Coded
 
 if TYPE_CHECKING:
     from penstock.attention.attention_backend import AttentionBackend
 
 GROUP_TOKENS = ATTEND_GROUP_TOKENS
-"""Number of positions whose queries share a choice; groups begin at multiples of it."""
+"""Number of positions whose queries read the same blocks; groups begin at multiples of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,24 +35,22 @@ class ChunkChoice:
     """Selective attention of one chunk, shared by its layers."""
 
     selection: Selection
-    """Number of tokens that a query reads in front of the chunk, and the index."""
+    """Number of tokens that a query reads besides those of its group, and the index."""
     row: DecodeRow
-    """The sequence in front of the chunk; its position is that of the chunk's first token."""
+    """The sequence before the chunk; `position` is that of the chunk's first token."""
     memory: StepMemory = field(default_factory=StepMemory)
 
-    def applies(self, layer: int, attention_window: AttentionWindow, tokens: int) -> bool:
-        """Return whether a layer selects, in a chunk of `tokens` tokens."""
-        if layer not in self.selection.layers:
-            return False
-        sees_all = attention_window.sees_all(self.row.position + tokens - 1)
-        groups = self._row(0), self._row(tokens - 1)
-        return sees_all and all(map(self.selection.applies, groups))
-
-    def _row(self, start: int) -> DecodeRow:
-        """Return the row of the group that has the chunk's token `start`."""
+    def begin(self, layer: int, attention_window: AttentionWindow, tokens: int) -> int | None:
+        """Return the first of a chunk's tokens that selects in a layer; None if none does."""
         offset = self.row.position
-        first = (offset + start) // GROUP_TOKENS * GROUP_TOKENS
-        return replace(self.row, position=first, tail=first - offset)
+        last = offset + tokens - 1
+        if layer not in self.selection.layers or not attention_window.sees_all(last):
+            return None
+        least = -(-self.selection.tokens // GROUP_TOKENS) * GROUP_TOKENS
+        stop = self.selection.recent_start(_group_start(last))
+        if least > last or not self.selection.indexes(self.row.parts, stop):
+            return None
+        return max(0, least - offset)
 
     def attend(
         self,
@@ -57,6 +58,7 @@ class ChunkChoice:
         layer: int,
         queries: mx.array,
         new: tuple[mx.array, mx.array],
+        index: Coded,
         scale: float,
         sinks: mx.array | None,
     ) -> mx.array:
@@ -64,31 +66,50 @@ class ChunkChoice:
 
         Args:
             new: keys and values of the chunk, (1, kv_heads, tokens, dim) each.
+            index: index of the chunk's keys.
             scale: scale of the model's scores.
             sinks: attention sinks of the model, (heads,).
         """
-        keys, values = new
-        n = queries.shape[2]
-        kv_heads, tokens = keys.shape[1:3]
-        reader = device.choice_reader(self.selection, keys.shape[-1], values.shape[-1])
-        offset, begin, read = self.row.position + tokens - n, 0, []
-        while begin < n:
-            first = (offset + begin) // GROUP_TOKENS * GROUP_TOKENS
-            end = min(n, first + GROUP_TOKENS - offset)
-            asking = [first + number - offset for number in ASKING]
-            asking = [number for number in asking if begin <= number < end] or [end - 1]
-            group = GroupReads(
-                self._row(tokens - n + begin),
-                layer,
-                queries[:, :, begin:end],
-                span_attention.grouped(queries[:, :, mx.array(asking)], kv_heads).astype(
-                    mx.float32
-                ),
-                (keys[:, :, : tokens - n + end], values[:, :, : tokens - n + end]),
-                scale,
-                sinks,
-            )
-            read.append(reader.read_group(group, device, StepMemory(spans=self.memory.spans)))
-            mx.eval(read[-1])
-            begin = end
-        return read[0] if len(read) == 1 else mx.concatenate(read, axis=2)
+        (_, _, n, dim), tokens = queries.shape, new[0].shape[2]
+        position = self.row.position + tokens - n
+        groups = groups_of(position, n)
+        asking = [_asking(position, group) for group in groups]
+        chunk = ChunkQueries(
+            self.row,
+            layer,
+            queries,
+            groups,
+            _by_group(queries, new[0].shape[1], asking),
+            new,
+            index,
+            scale,
+            sinks,
+        )
+        reader = device.choice_reader(self.selection, dim, new[1].shape[-1])
+        return reader.read_chunk(chunk, device, self.memory)
+
+
+def groups_of(position: int, n: int) -> list[tuple[int, int]]:
+    """Return the first and the end of each group of `n` queries, the first at a position."""
+    starts = [0, *range(GROUP_TOKENS - position % GROUP_TOKENS, n, GROUP_TOKENS), n]
+    return list(pairwise(starts))
+
+
+def _group_start(position: int) -> int:
+    return position // GROUP_TOKENS * GROUP_TOKENS
+
+
+def _asking(position: int, group: tuple[int, int]) -> list[int]:
+    """Return as many queries of a group as `ASKING`, for which it chooses."""
+    begin, end = group
+    first = _group_start(position + begin) - position
+    asking = [first + number for number in ASKING if begin <= first + number < end] or [end - 1]
+    return [*asking, *asking[-1:] * (len(ASKING) - len(asking))]
+
+
+def _by_group(queries: mx.array, kv_heads: int, asking: list[list[int]]) -> mx.array:
+    """Return queries by KV head and group, (kv_heads, groups, m, dim) float32."""
+    flat = mx.array([number for of_group in asking for number in of_group])
+    stacked = span_attention.grouped(queries[:, :, flat], kv_heads).astype(mx.float32)
+    by_repeat = stacked.reshape(kv_heads, -1, len(asking), len(ASKING), queries.shape[-1])
+    return by_repeat.swapaxes(1, 2).flatten(2, 3)

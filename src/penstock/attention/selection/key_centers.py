@@ -2,9 +2,8 @@
 
 Before RoPE, the keys of a head are close to their mean, which accounts for most of their norm. An
 index of the differences has a third of the noise at the same number of bits. The mean is computed
-on a fixed sequence of tokens, and rotated to each block of positions by the mean rotation of the
-block. Accuracy does not depend on the fit: the mean is subtracted from keys, and its product with a
-query added to their scores.
+on a fixed sequence of tokens, and rotated by the mean rotation of each block of positions. Scores
+are right even where the mean fits badly, because its product with the query is added to them.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ from penstock.attention.selection.rotations import CenterLoop, Rotation, rotatio
 from penstock.kv.numpy_arrays import Floats
 
 RUN_TOKENS = 256
-"""Number of tokens from which the centers are computed. With them 0.333 of the square norm of
-SmolLM2's keys are left, with 96 tokens 0.341."""
+"""Number of tokens from which the centers are computed. This leaves 0.333 of the squared norm of
+SmolLM2's keys; 96 tokens leave 0.341."""
 RUN_SEED = "penstock centers"
 LEFT_OUT = BLOCK_TOKENS
-"""Number of leading tokens to skip, whose keys are unlike all others."""
+"""Number of leading tokens to skip, whose keys differ from all others."""
 
 
 def run_of_tokens(vocabulary_size: int) -> list[int]:
-    """Return random token ids, because no text is known that suits every model."""
+    """Return fixed pseudo-random token ids, as no text suits every vocabulary."""
     draw = random.Random(RUN_SEED)
     return [draw.randrange(vocabulary_size) for _ in range(RUN_TOKENS)]
 
 
 def centers_of(model: Any, keys: Sequence[Floats | None]) -> dict[int, KeyCenters]:
-    """Return the centers of a model's layers, by layer number.
+    """Return the key centers by layer; layers with non-finite keys have none.
 
     Args:
-        model: model, which determines the rotation of keys.
+        model: the model, whose RoPE modules are inspected.
         keys: keys of the tokens by layer, (kv_heads, RUN_TOKENS, dim) each; None for a layer
             without an index.
     """
@@ -53,7 +52,7 @@ def centers_of(model: Any, keys: Sequence[Floats | None]) -> dict[int, KeyCenter
 
 @dataclass(frozen=True, slots=True)
 class KeyCenters:
-    """Mean key of each head of one layer, and its rotation by position."""
+    """Mean key of each head of one layer, and the rotation of its keys by position."""
 
     vectors: Floats
     """Array (kv_heads, dim), not rotated."""
@@ -61,7 +60,7 @@ class KeyCenters:
     _factors: list[mx.array] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def __deepcopy__(self, memo: object) -> KeyCenters:
-        """Return itself, because it is immutable."""
+        """Return self, which is immutable."""
         return self
 
     @property
@@ -80,7 +79,7 @@ class KeyCenters:
 
     @classmethod
     def of(cls, keys: Floats, rotation: Rotation) -> KeyCenters:
-        """Compute the centers of consecutive keys (kv_heads, n, dim), the first at position 0."""
+        """Compute the centers of keys (kv_heads, n, dim) at positions 0 to n - 1."""
         positions = np.arange(LEFT_OUT, keys.shape[1])
         double_keys = keys[:, LEFT_OUT:].astype(np.float64)
         tried = []
@@ -102,7 +101,7 @@ class KeyCenters:
 
     @property
     def factors(self) -> mx.array:
-        """Matrices of `Rotation.factors`, made once."""
+        """Result of `Rotation.factors` for the vectors, computed once."""
         if not self._factors:
             self._factors.append(mx.array(self.rotation.factors(self.vectors)))
         return self._factors[0]
@@ -123,7 +122,7 @@ class KeyCenters:
             heads: indices of these heads.
             first: index of the first block.
             stop: index after the last block.
-            loop: see `Rotation.sums`.
+            loop: compiled loop, see `Rotation.sums`.
 
         Returns:
             Array (heads, m, blocks).

@@ -1,8 +1,8 @@
 """Key index: rotated keys in 2 bits per value, to find the tokens worth attending to.
 
-2 bits explain 88 % of the variance of normal values; signs alone explain 64 %. This ranks blocks by
-their best token nearly as exact keys do, with 1/28 of the bytes of float32 KV. With values in 2
-bits as well, unselected tokens can be read approximately; see `rest_reads`.
+2 bits explain 88 % of the variance of normal values; signs alone explain 64 %. The index ranks
+blocks by their best token nearly as well as exact keys do, with 1/28 of the bytes of float32 KV. If
+values are indexed as well, unselected tokens can be read approximately; see `rest_reads`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape
 
 BITS = 2
-"""Bits per value. Each bit stands for a sign: code - 1.5 is a half and a one, plus or minus."""
+"""Bits per value. Each bit is a sign: code - 1.5 is the sum of +-1 and +-0.5."""
 MOST_SUM = 2_730
-"""Maximum sum of the whole numbers of a query: three times that, for codes up to 3, has 13 bits,
-and a size in float16 has 11, which makes the 24 of a float32."""
+"""Maximum sum of a rounded query's integers. Three times that, for codes up to 3, has 13 bits; with
+the 11 bits of a float16 size that makes the 24 of a float32."""
 PIECE_TOKENS = 256
 """Number of tokens of one layer indexed together."""
 READ_TOKENS = 4_096
-"""Number of tokens whose values are read from an index at a time, without compiled loops."""
+"""Number of tokens whose values MLX's operations read from an index at a time."""
 READ_BUFFERS = 6
 """Number of score arrays alive at once."""
 
@@ -46,14 +46,14 @@ class KeyIndex:
     layers: frozenset[int]
     """Layers whose keys are indexed."""
     with_values: bool = False
-    """Whether values are indexed too, in as many bits: the third and fourth part of an index."""
+    """Whether values are indexed too, as parts 3 and 4 of an index."""
     centers: Mapping[int, KeyCenters] = field(default_factory=dict, compare=False)
-    """Vectors to subtract from the keys of a layer first; empty for none."""
+    """Centers to subtract from keys before indexing, by layer; may lack layers."""
     codec: Codec = field(default_factory=lambda: Turbo(BITS))
     value_codec: Codec = field(default_factory=lambda: Turbo(BITS, unbiased=False))
 
     def signs(self, key_dim: int) -> int:
-        """Return the number of signs per key of a token, each with a power of two as weight."""
+        """Return the number of signs per key; their weights are powers of two."""
         return BITS * padded(key_dim)
 
     def token_bytes(self, shapes: Sequence[LayerShape]) -> int:
@@ -74,7 +74,7 @@ class KeyIndex:
         return int(Codec.buffers * mx.float32.size * PIECE_TOKENS * numbers)
 
     def table_bytes(self, tokens: int) -> int:
-        """Return the bytes of the tables that rotate centers, for sequences of `tokens` tokens."""
+        """Return the bytes of the centers' rotation tables for sequences of `tokens` tokens."""
         used = [
             rotation.rotation for layer, rotation in self.centers.items() if layer in self.layers
         ]
@@ -104,13 +104,13 @@ class KeyIndex:
         return bool(segment.index) and all(segment.index[n] is not None for n in self.layers)
 
     def indexed(self, segment: Segment, start: int, ops: AttentionOps) -> Segment:
-        """Return a segment with its index, evaluated; KV is shared.
+        """Return a copy of a segment with its index, evaluated; the KV arrays are shared.
 
-        Coded keys are indexed as they decode.
+        Quantized keys are indexed by their dequantized values.
 
         Args:
             segment: segment with an incomplete index or none.
-            start: position of its first token.
+            start: position of the segment's first token.
         """
         if not self.layers or self.complete(segment) or not segment.tokens:
             return segment
@@ -125,15 +125,15 @@ class KeyIndex:
         return queries @ _rotation(self.codec, queries.shape[-1])
 
     def whole_queries(self, queries: mx.array, scale: float) -> tuple[mx.array, mx.array]:
-        """Round rotated queries (..., dim) to whole numbers, for `products`.
+        """Rotate queries (..., dim) and round them to integers, for `products`.
 
         Args:
             queries: queries of the model.
-            scale: scale of the model's scores.
+            scale: factor of the scores, usually 1 / sqrt(dim).
 
         Returns:
-            Whole numbers, (..., n) float32, NaN for a query of zeros; and what a product is worth
-                in scores, (..., 1).
+            Integers, (..., n) float32, NaN for a query of zeros; and the factors that convert
+                products to scores, (..., 1).
         """
         rotated = rotate(queries, padded(queries.shape[-1]), scale * STEPS[BITS])
         largest = mx.abs(rotated).max(axis=-1, keepdims=True)
@@ -141,11 +141,11 @@ class KeyIndex:
         return mx.round(rotated / worth), worth
 
     def products(self, whole: mx.array, index: Coded, ops: AttentionOps) -> mx.array:
-        """Multiply whole queries (kv_heads, m, n) with the keys of an index: (kv_heads, m, tokens).
+        """Multiply rounded queries (kv_heads, m, n) with indexed keys: (kv_heads, m, tokens).
 
-        Every sum is a multiple of half a key's size, and less than 2^24 of the last bits of such a
-        half: it is exact in float32. So it does not depend on the device, on the order of the sum,
-        or on the queries multiplied together.
+        Every partial sum is an integer multiple, below 2^24, of the last bit of half a key's size,
+        so it is exact in float32. The result does not depend on the device, the order of summation,
+        or the queries multiplied together.
         """
         codes, sizes = (part.squeeze(0) for part in index.parts[:2])
         group = largest_group(whole.shape[-1])
@@ -171,14 +171,14 @@ class KeyIndex:
         *,
         loop: CenterLoop | None = None,
     ) -> Floats | None:
-        """Return the part of the scores that a layer's index leaves out, (heads, m, blocks).
+        """Return the part of the scores due to a layer's centers, (heads, m, blocks), or None.
 
         Args:
             queries: queries of some KV heads, (heads, m, dim).
             heads: indices of these heads.
             first: index of the first block.
             stop: index after the last block.
-            loop: see `Rotation.sums`.
+            loop: compiled loop, see `Rotation.sums`.
         """
         centers = self.centers.get(layer)
         if centers is None:
@@ -186,9 +186,9 @@ class KeyIndex:
         return centers.scores(queries, heads, first, stop, loop=loop)
 
     def of(self, keys: Side, values: Side, layer: int, start: int, ops: AttentionOps) -> Coded:
-        """Index the tokens of one layer in pieces; evaluated.
+        """Index the tokens of one layer piece by piece, and return the evaluated index.
 
-        The index has codes and sizes of the keys, and with `with_values` those of the values.
+        Its parts are the codes and sizes of the keys, and with `with_values` those of the values.
         """
         index = _encoded(self.codec, keys, ops, self.centers.get(layer), start)
         index = replace(index, parts=(index.parts[0], _bounded(index.parts[1])))
@@ -210,7 +210,7 @@ def _encoded(
     centers: KeyCenters | None = None,
     position: int = 0,
 ) -> Coded:
-    """Encode one side from a position on, in pieces; evaluated."""
+    """Encode keys or values piece by piece, evaluated; centers need the first token's position."""
     tokens, pieces = col.columns(side), []
     for start in range(0, tokens, PIECE_TOKENS):
         piece = col.take(side, start, min(start + PIECE_TOKENS, tokens))
@@ -227,7 +227,7 @@ def _encoded(
 
 
 def _bounded(sizes: mx.array) -> mx.array:
-    """Hold sizes too large for a float16 as the largest, so that products with them are finite."""
+    """Replace sizes that overflowed float16 with its maximum, so that products are finite."""
     bounded = mx.where(mx.isfinite(sizes), sizes, mx.array(mx.finfo(mx.float16).max, mx.float16))
     mx.eval(bounded)
     return bounded
@@ -235,9 +235,9 @@ def _bounded(sizes: mx.array) -> mx.array:
 
 @cache
 def _rotation(codec: Codec, dim: int) -> Floats:
-    """Return the matrix that transforms queries, (dim, signs of a token)."""
+    """Return the matrix that transforms queries, (dim, signs per key)."""
     rotation = np.array(codec.transform_query(mx.eye(dim)[None])[0])
-    weights = STEPS[BITS] * 2.0 ** np.arange(-1, BITS - 1)  # of a number's bits, the lowest first
+    weights = STEPS[BITS] * 2.0 ** np.arange(-1, BITS - 1)  # of a code's bits, lowest first
     return np.kron(rotation, weights).astype(np.float32)
 
 

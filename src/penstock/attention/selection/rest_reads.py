@@ -1,8 +1,8 @@
 """Approximate attention to the unselected tokens, from an index with values.
 
-They are read in 2 bits per value, the selected blocks exactly. This is better than ignoring them,
-because their many small weights add up. The result is an additional term in the softmax of the
-exact attention: the logarithm of its weight, and a value.
+Unselected tokens have small weights, but so many of them that ignoring them costs accuracy. Their
+2-bit keys and values give one more term in the softmax of the exact attention: the logarithm of a
+weight, and a value.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.kv.numpy_arrays import Floats
 
 @dataclass(frozen=True, slots=True)
 class Sinks:
-    """Additional term in each query's softmax, besides the tokens read."""
+    """Additional term in the softmax of each query."""
 
     scores: Floats
     """Logarithms of the weights, (heads, m)."""
@@ -37,7 +37,7 @@ class Sinks:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Attention to the tokens that some KV heads of a row did not select."""
+    """Approximate attention to the tokens that a row's KV heads did not select."""
 
     sums: Scores
     """Logarithms of the sums of the weights, (kv_heads, m); -inf if there are no tokens."""
@@ -72,13 +72,13 @@ def read(
     ops: AttentionOps,
     centers: mx.array | None = None,
 ) -> Partial:
-    """Attend to the rest with MLX's operations, some thousand tokens at a time; not evaluated.
+    """Attend to the unselected tokens with MLX's operations, `READ_TOKENS` at a time; lazy.
 
     Args:
         selection: selective attention with indexed values.
-        queries: (kv_heads, m, dim), scaled so that e^score is a weight.
+        queries: (kv_heads, m, dim), scaled for base e.
         blocks: selected blocks, see `block_choice.best_blocks`.
-        centers: parts of the block scores that the index leaves out, (kv_heads, m, blocks).
+        centers: scores due to the key centers, by block, (kv_heads, m, blocks).
     """
     index, dim = selection.index, _dim(row.parts[0].segment.layers[layer][1])
     transformed = index.codec.transform_query(queries)
@@ -116,7 +116,7 @@ def _pieces(selection: Selection, row: DecodeRow, layer: int) -> list[tuple[Code
 
 
 def _hidden(selection: Selection, row: DecodeRow, blocks: mx.array) -> mx.array:
-    """Return which candidate tokens are read exactly, (kv_heads, tokens) bool."""
+    """Return a mask of the indexed tokens that are read exactly, (kv_heads, tokens)."""
     count = (selection.recent_start(row.position) - FIRST_TOKENS) // BLOCK_TOKENS
     hidden = mx.put_along_axis(
         mx.zeros((blocks.shape[0], count), mx.bool_), blocks, mx.array(True), axis=1

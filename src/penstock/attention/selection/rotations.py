@@ -1,4 +1,4 @@
-"""Rotation of keys by position (RoPE), determined by applying a model's module to unit vectors."""
+"""Rotation of keys by position (RoPE), derived by applying the model's module to unit vectors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from penstock.attention.selection.choice_blocks import BLOCK_TOKENS
 from penstock.kv.numpy_arrays import Floats
 
 TABLE_BLOCKS = 1_024
-"""Number of blocks in a table of cosines and sines. The blocks behind are turned by as many."""
+"""Number of blocks in a table of cosines and sines; later blocks use it with rotated queries."""
 TILE_BLOCKS = 16
-"""Number of blocks in a tile of the table."""
+"""Number of blocks in a tile of the table, which is one matrix product."""
 CenterLoop: TypeAlias = Callable[..., None]
 """Compiled loop for `Rotation.sums`."""
 ROPE_NAMES = "rope", "rotary_emb"
@@ -31,25 +31,25 @@ class Rotation:
 
     Create it with `shared`, so that equal rotations share their tables.
 
-    k'[i] = k[i] * cos(p * angles[i]) + k[partners[i]] * sin(p * angles[i]) at the position p.
+    k'[i] = k[i] * cos(p * angles[i]) + k[partners[i]] * sin(p * angles[i]) at position p.
     """
 
     angles: npt.NDArray[np.float64]
     partners: npt.NDArray[np.int64]
     _tables: list[Floats] = field(default_factory=list, init=False, repr=False)
-    """Table for `sums`, once it is made: (tiles, 2 * pairs, TILE_BLOCKS)."""
+    """Table for `sums`, (tiles, 2 * pairs, TILE_BLOCKS); empty until first used."""
     _turns: list[Floats] = field(default_factory=list, init=False, repr=False)
-    """Cosines and sines of the first block of each `TABLE_BLOCKS`, (n, 2 * pairs)."""
+    """Cosines and sines of every `TABLE_BLOCKS`-th block, (n, 2 * pairs)."""
     _device_tables: dict[int, mx.array] = field(default_factory=dict, init=False, repr=False)
     """Tables of `table`, by number."""
-    _places: tuple[npt.NDArray[np.int64], ...] = field(init=False, repr=False)
+    channels: tuple[npt.NDArray[np.int64], ...] = field(init=False, repr=False)
     """First channel of each rotated pair, its partners, and the unrotated channels."""
 
     def __post_init__(self) -> None:
         turning, numbers = self.angles != 0, np.arange(len(self.angles))
         firsts = np.flatnonzero(turning & (self.partners > numbers))
         places = firsts, self.partners[firsts], np.flatnonzero(~turning)
-        object.__setattr__(self, "_places", places)
+        object.__setattr__(self, "channels", places)
 
     @classmethod
     def shared(cls, angles: npt.NDArray[np.float64], partners: npt.NDArray[np.int64]) -> Rotation:
@@ -67,11 +67,14 @@ class Rotation:
 
     @classmethod
     def of(cls, matrix: Floats) -> Rotation:
-        """Derive a rotation from the matrix that rotates keys by one position: keys @ matrix."""
+        """Derive a rotation from the matrix that rotates keys by one position.
+
+        Returns the identity if the matrix does not rotate pairs of channels.
+        """
         others = np.abs(matrix) * (1 - np.eye(len(matrix)))
         partners = others.argmax(axis=0)
         sines = matrix[partners, np.arange(len(matrix))]
-        angles = np.arctan2(sines, matrix.diagonal()).astype(np.float32)  # as files hold them
+        angles = np.arctan2(sines, matrix.diagonal()).astype(np.float32)  # as stored in files
         in_pairs = (partners[partners] == np.arange(len(matrix))) & (angles[partners] == -angles)
         if not np.all(in_pairs | (angles == 0)):
             return cls.none(len(matrix))
@@ -102,7 +105,7 @@ class Rotation:
         """Return the products of queries with vectors rotated to each block.
 
         The channels of a pair have the same cosine and opposite sines, so they share a row of the
-        table. One table is enough: the factors of a query are turned to each `TABLE_BLOCKS`.
+        table. The table covers `TABLE_BLOCKS` blocks; for later ones the queries are rotated.
 
         Args:
             queries: (kv_heads, m, dim).
@@ -114,12 +117,12 @@ class Rotation:
         Returns:
             Array (kv_heads, m, blocks).
         """
-        turns = self._turned(-(-stop // TABLE_BLOCKS))
+        a, b, still = self.channels
+        table, turns = self.turns(stop)
         if loop is not None:
             sums = np.empty((*queries.shape[:2], stop - first), np.float32)
-            loop(queries, vectors, *self._places, self._table, turns, first, sums)
+            loop(queries, vectors, a, b, still, table, turns, first, sums)
             return sums
-        a, b, still = self._places
         products = queries * vectors[:, None]
         others = queries * vectors[:, None, self.partners]
         along = (products[..., a] + products[..., b])[:, :, None]
@@ -127,36 +130,46 @@ class Rotation:
         cosines, sines = np.split(turns, 2, axis=-1)
         turned = along * cosines + across * sines, across * cosines - along * sines
         # One query's at a time: how a product rounds depends on its shape.
-        by_tile = np.concatenate(turned, axis=-1)[..., None, None, :] @ self._table
+        by_tile = np.concatenate(turned, axis=-1)[..., None, None, :] @ table
         every: Floats = by_tile.astype(np.float32).reshape(*queries.shape[:2], -1)[..., first:stop]
         every += products[..., still].sum(axis=-1, keepdims=True)
         return every
 
+    def turns(self, stop: int) -> tuple[Floats, Floats]:
+        """Return the cosines and sines of the blocks in front of `stop`, as `sums` reads them.
+
+        Returns:
+            Those of the first blocks, (tiles, 2 * pairs, TILE_BLOCKS), and of the first block of
+            each `TABLE_BLOCKS`, (n, 2 * pairs). They are kept as long as the rotation, but for the
+            second part, which is made anew for longer sequences.
+        """
+        return self._table, self._turned(-(-stop // TABLE_BLOCKS))
+
     @property
     def _table(self) -> Floats:
         if not self._tables:  # two threads may make the same one
-            turns = np.hstack(_mean_turns(self.angles[self._places[0]], 0, TABLE_BLOCKS))
+            turns = np.hstack(_mean_turns(self.angles[self.channels[0]], 0, TABLE_BLOCKS))
             shape = TABLE_BLOCKS // TILE_BLOCKS, TILE_BLOCKS, turns.shape[-1]
             tiles = turns.reshape(shape).swapaxes(1, 2)
             self._tables.append(np.ascontiguousarray(tiles))
         return self._tables[0]
 
     def _turned(self, count: int) -> Floats:
-        """Return `count` rows of turns, and maybe more."""
+        """Return at least `count` rows of `_turns`."""
         if not self._turns or len(self._turns[-1]) < count:
             steps = np.arange(max(count, 64)) * (TABLE_BLOCKS * BLOCK_TOKENS)
-            turns = np.outer(steps, self.angles[self._places[0]])
+            turns = np.outer(steps, self.angles[self.channels[0]])
             both = np.hstack([np.cos(turns), np.sin(turns)]).astype(np.float32)
             self._turns[:] = [both]
         return self._turns[-1]
 
     def factors(self, vectors: Floats) -> Floats:
-        """Return the matrices that make queries ready for `table`, (kv_heads, dim, 2 * pairs + 1).
+        """Return the matrices that transform queries for `table`, (kv_heads, dim, 2 * pairs + 1).
 
         Args:
             vectors: unrotated vectors, (kv_heads, dim).
         """
-        a, b, still = self._places
+        a, b, still = self.channels
         heads, dim = vectors.shape
         pairs, number = len(a), np.arange(len(a))
         factors = np.zeros((heads, dim, 2 * pairs + 1), np.float32)
@@ -168,17 +181,16 @@ class Rotation:
         return factors
 
     def table(self, first: int, stop: int) -> mx.array:
-        """Return the cosines, the sines, and ones of the blocks `first..stop - 1`.
+        """Return a table of the blocks `first..stop - 1`: queries @ `factors` @ table = `sums`.
 
         Returns:
-            Array (2 * pairs + 1, blocks), not evaluated: its products with queries times `factors`
-            are those of `sums`, up to rounding.
+            Unevaluated array (2 * pairs + 1, blocks) of cosines, sines, and ones.
         """
         columns = []
         for number in range(first // TABLE_BLOCKS, -(-stop // TABLE_BLOCKS)):
             start = number * TABLE_BLOCKS
             if number not in self._device_tables:
-                turns = _mean_turns(self.angles[self._places[0]], start, start + TABLE_BLOCKS)
+                turns = _mean_turns(self.angles[self.channels[0]], start, start + TABLE_BLOCKS)
                 ones = np.ones((TABLE_BLOCKS, 1), np.float32)
                 self._device_tables[number] = mx.array(
                     np.ascontiguousarray(np.hstack([*turns, ones]).T)
@@ -188,9 +200,9 @@ class Rotation:
         return columns[0] if len(columns) == 1 else mx.concatenate(columns, axis=1)
 
     def table_bytes(self, tokens: int) -> int:
-        """Return the maximum bytes of tables for `tokens` tokens, with two under construction."""
+        """Return the maximum bytes of the tables for `tokens` tokens, including temporaries."""
         tables = -(-tokens // (BLOCK_TOKENS * TABLE_BLOCKS))
-        numbers = TABLE_BLOCKS * 2 * len(self._places[0])
+        numbers = TABLE_BLOCKS * 2 * len(self.channels[0])
         return (4 * tables + 4 * 8) * numbers
 
 
@@ -207,12 +219,12 @@ def _mean_turns(angles: npt.NDArray[np.float64], first: int, stop: int) -> tuple
 
 
 def rotations(model: Any, dims: Sequence[int]) -> list[Rotation]:
-    """Return the rotation of each layer for keys of these sizes; equal rotations are shared.
+    """Return the rotation of each layer, given its head size; equal rotations are shared.
 
     A layer without a known RoPE module gets the identity, which only makes its index less precise.
     """
     turning = _turning(model)
-    if len(turning) != len(dims):  # layers with states have no keys, and mostly nothing that turns
+    if len(turning) != len(dims):  # recurrent layers have no keys, and usually no RoPE
         turning = [rope for rope in turning if rope is not None]
     if len(turning) != len(dims):
         return [Rotation.none(dim) for dim in dims]
@@ -220,13 +232,13 @@ def rotations(model: Any, dims: Sequence[int]) -> list[Rotation]:
 
 
 def rotation_of(rope: Any, dim: int) -> Rotation:
-    """Return the rotation that a module applies to keys of a size; the identity for None."""
+    """Return the rotation that a RoPE module applies to keys of size `dim`, or the identity."""
     if not dim:
         return Rotation.none(0)
     try:
         turned = rope(mx.eye(dim)[None, :, None], offset=1)
         matrix = np.array(turned.astype(mx.float32))[0, :, 0]
-    except (TypeError, ValueError, RuntimeError):  # it turns something of another size
+    except (TypeError, ValueError, RuntimeError):  # it expects another head size
         return Rotation.none(dim)
     return Rotation.of(matrix)
 

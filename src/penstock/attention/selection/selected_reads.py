@@ -1,14 +1,13 @@
 """Attention of rows to the blocks that they select.
 
-With MLX's operations nothing is evaluated: a step with a choice is one evaluation. Devices may
-read rows in other ways. Spilled blocks are requested from a tier as soon as they are chosen, which
-has to wait for the queries.
+With MLX's operations nothing is evaluated, so a step is one evaluation. Only spilled blocks need
+the selection, and so the queries, to be evaluated before they are requested from a tier.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import mlx.core as mx
@@ -21,27 +20,30 @@ from penstock.attention.ops import AttentionOps
 from penstock.attention.selection import block_choice, rest_reads
 from penstock.attention.selection.block_choice import Tables
 from penstock.attention.selection.block_gather import BlockTokens, block_positions, selected_kv
-from penstock.attention.selection.choice_blocks import FIRST_BLOCKS
+from penstock.attention.selection.choice_blocks import ASKING, BLOCK_TOKENS, FIRST_BLOCKS
 from penstock.attention.selection.selection import Selection
 from penstock.attention.selection.spilled_reads import has_spilled, loaded
 from penstock.attention.span_attention import LOG2_E, AttentionWindow, Partial
+from penstock.config.defaults import ATTEND_GROUP_TOKENS
+from penstock.kv.codecs.coded import Coded
 from penstock.kv.numpy_arrays import Integers
+from penstock.kv.segment import KVSpan, Segment
 from penstock.kv.tails import Tails
 
 SCORE_COPIES = 3
-"""Number of scores of all tokens alive at once: of segments, joined, and of the next segment."""
+"""Number of score arrays for all tokens alive at once: by segment, concatenated, and one more."""
 
 
 @dataclass(slots=True)
 class StepMemory:
-    """Memory shared by the layers of one step."""
+    """Values cached for all layers of one step."""
 
     tables: Tables = field(default_factory=dict)
-    """Rotations of blocks."""
+    """Rotations of blocks, for `block_choice`."""
     positions: dict[int, mx.array] = field(default_factory=dict)
-    """Positions of the tokens that may be chosen, by their end; see `block_positions`."""
+    """Results of `block_positions` by their stop."""
     spans: dict[int, tuple[Integers, Integers]] = field(default_factory=dict)
-    """Locations of each row's spans, cached by compiled loops."""
+    """Locations of each row's spans, for compiled loops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +56,10 @@ class Asked:
     queries: mx.array
     """Queries of the model, (1, heads, 1, dim)."""
     scale: float
-    """Scale of the model's scores."""
+    """Factor of the scores, usually 1 / sqrt(dim)."""
     layer: int
     tail: tuple[mx.array, mx.array]
-    """Keys and values of the tail, with the new token, (1, kv_heads, tokens, dim) each."""
+    """Keys and values of the tail and the new token, (1, kv_heads, tokens, dim) each."""
     sinks: mx.array | None
     """Attention sinks of the model, (heads,)."""
 
@@ -67,26 +69,45 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupReads:
-    """Queries in a row of a prompt's chunk, which share a choice in one layer."""
+class ChunkQueries:
+    """Queries of a prompt's chunk in one layer, in groups that share a choice."""
 
     row: DecodeRow
-    """The sequence in front of the chunk."""
+    """The sequence in front of the chunk; its position is that of the chunk's first token."""
     layer: int
     queries: mx.array
-    """Queries of the model, (1, heads, n, dim)."""
+    """Queries of the model for the chunk's last tokens, (1, heads, n, dim)."""
+    groups: Sequence[tuple[int, int]]
+    """First and end of each group among the queries."""
     asking: mx.array
-    """Those that the choice is made for, by KV head, (kv_heads, m, dim), float32."""
+    """Queries that the choices are made for, (kv_heads, groups, m, dim) float32."""
     new: tuple[mx.array, mx.array]
-    """Keys and values of the chunk up to the last query, (1, kv_heads, tokens, dim) each."""
+    """Keys and values of the chunk, (1, kv_heads, tokens, dim) each."""
+    index: Coded
+    """Index of the chunk's keys."""
     scale: float
-    """Scale of the model's scores."""
+    """Factor of the scores, usually 1 / sqrt(dim)."""
     sinks: mx.array | None
     """Attention sinks of the model, (heads,)."""
 
+    @property
+    def position(self) -> int:
+        """Position of the first query."""
+        return self.row.position + int(self.new[0].shape[2] - self.queries.shape[2])
+
+    def row_of(self, group: tuple[int, int]) -> DecodeRow:
+        """Return the row that a group chooses for, with the chunk's tokens in front of it."""
+        first = (self.position + group[0]) // ATTEND_GROUP_TOKENS * ATTEND_GROUP_TOKENS
+        offset, parts = self.row.position, self.row.parts
+        if first > offset:
+            count = self.layer + 1  # only the last of them is read
+            segment = Segment((self.new,) * count, index=(self.index,) * count)
+            parts = (*parts, KVSpan(segment, offset, first - offset))
+        return replace(self.row, parts=parts, position=first, tail=min(0, first - offset))
+
 
 class ChunkAttention(Protocol):
-    """Attention of a chunk to joined keys; see `AttentionBackend.prefill`."""
+    """Attention of a prefill chunk to contiguous keys; see `AttentionBackend.prefill`."""
 
     def prefill(
         self,
@@ -101,7 +122,7 @@ class ChunkAttention(Protocol):
         sinks: mx.array | None = None,
         eager: bool = False,
     ) -> mx.array:
-        """Attend to the keys of earlier tokens and to a chunk's own."""
+        """Attend to the keys of earlier tokens and of the chunk."""
 
 
 class ChoiceReader:
@@ -113,25 +134,33 @@ class ChoiceReader:
         self.facts = facts
 
     def prepare(self) -> None:
-        """Compile the loops in advance, which would otherwise delay a step by seconds."""
+        """Compile the loops of steps in advance, which would otherwise delay one by seconds."""
+
+    def prepare_chunks(self) -> None:
+        """Compile the loops of chunks in advance."""
 
     def score_bytes(self, heads: int, kv_heads: int) -> int:
-        """Return the maximum bytes per token of a sequence while its index is scored."""
+        """Return the maximum working memory per token of a sequence to score its index."""
         sizes = 2 * kv_heads
         return mx.float32.size * (SCORE_COPIES * heads + sizes)
+
+    def chunk_score_bytes(self, heads: int, kv_heads: int) -> int:
+        """Return the same while the groups of a chunk choose."""
+        blocks = 2 * mx.float32.size * heads // BLOCK_TOKENS  # their scores, in two halves
+        return len(ASKING) * (self.score_bytes(heads, kv_heads) + blocks + 1)
 
     def read(
         self, asked: Sequence[Asked], queries: mx.array, memory: StepMemory
     ) -> dict[int, mx.array]:
-        """Select and attend for rows in one layer.
+        """Select blocks for rows in one layer, and attend to them.
 
         Args:
             asked: rows with selective attention, at least one.
-            queries: their queries by KV head, (rows, kv_heads, m, dim), float32.
+            queries: queries of the rows by KV head, (rows, kv_heads, m, dim), float32.
             memory: memory shared by the layers of the step.
 
         Returns:
-            Attention output by index of the row in the step, (1, heads, 1, value_dim).
+            Attention outputs, (1, heads, 1, value_dim), by index of the row in the step.
         """
         rows, layer, scale = [query.row for query in asked], asked[0].layer, asked[0].scale
         blocks = block_choice.best_blocks(
@@ -145,26 +174,47 @@ class ChoiceReader:
             ]
         return self.attend(asked, blocks, rest, memory)
 
-    def read_group(self, group: GroupReads, device: ChunkAttention, memory: StepMemory) -> mx.array:
+    def read_chunk(
+        self, chunk: ChunkQueries, device: ChunkAttention, memory: StepMemory
+    ) -> mx.array:
         """Select and attend for queries of a chunk: (1, heads, n, dim) -> (1, heads, n, dim)."""
-        rows, layer = [group.row], group.layer
+        read = []
+        for number, group in enumerate(chunk.groups):
+            row, asking = chunk.row_of(group), chunk.asking[None, :, number]
+            read.append(self._read_group(chunk, group, row, asking, device, memory))
+            mx.eval(read[-1])
+        return read[0] if len(read) == 1 else mx.concatenate(read, axis=2)
+
+    def _read_group(
+        self,
+        chunk: ChunkQueries,
+        group: tuple[int, int],
+        row: DecodeRow,
+        asking: mx.array,
+        device: ChunkAttention,
+        memory: StepMemory,
+    ) -> mx.array:
+        rows, layer = [row], chunk.layer
         (blocks,) = block_choice.best_blocks(
-            self.selection, rows, group.asking[None], group.scale, layer, self.ops, memory.tables
+            self.selection, rows, asking, chunk.scale, layer, self.ops, memory.tables
         )
-        if has_spilled(group.row, layer):
+        if has_spilled(row, layer):
             chosen = [np.asarray(blocks).astype(np.int64) + FIRST_BLOCKS]
             rows = loaded(self.selection, rows, chosen, layer)
-        read = self._tokens(group.row, blocks, memory)
-        keys, values = selected_kv(self.selection, rows[0], read, layer, group.new, self.ops)
+        read = self._tokens(row, blocks, memory)
+        offset = chunk.row.position
+        first, end = max(0, row.position - offset), chunk.position + group[1] - offset
+        new = chunk.new[0][:, :, first:end], chunk.new[1][:, :, first:end]
+        keys, values = selected_kv(self.selection, rows[0], read, layer, new, self.ops)
         return device.prefill(
-            group.queries,
+            chunk.queries[:, :, group[0] : group[1]],
             keys,
             values,
             columns=None,
-            start=keys.shape[2] - group.queries.shape[2],
-            scale=group.scale,
+            start=keys.shape[2] - (group[1] - group[0]),
+            scale=chunk.scale,
             attention_window=AttentionWindow(),
-            sinks=group.sinks,
+            sinks=chunk.sinks,
             eager=True,
         )
 
@@ -183,10 +233,11 @@ class ChoiceReader:
         rest: Sequence[Partial | None],
         memory: StepMemory,
     ) -> dict[int, mx.array]:
-        """Attend to blocks that rows have selected, and to the rest; see `read`.
+        """Attend to selected blocks, and add the unselected tokens; see `read`.
 
         Args:
             blocks: selected blocks of each row, see `block_choice.best_blocks`.
+            rest: attention of each row to the unselected tokens; None to ignore them.
         """
         rows = [query.row for query in asked]
         if any(has_spilled(row, asked[0].layer) for row in rows):
@@ -234,14 +285,14 @@ def choose(
     sinks: mx.array | None = None,
     memory: StepMemory | None = None,
 ) -> dict[int, mx.array]:
-    """Select the blocks that rows read in a layer, and attend to them; see `ChoiceReader.read`.
+    """Select blocks for rows in a layer, and attend to them; see `ChoiceReader.read`.
 
     Args:
         rows: rows of the step, one per new token.
         numbers: indices of the rows with selective attention.
         queries: queries of all rows, (b, heads, 1, dim).
-        scale: scale of the model's scores.
-        tails: tail pool, with the new tokens.
+        scale: factor of the scores, usually 1 / sqrt(dim).
+        tails: tail pool, which contains the new tokens.
         sinks: attention sinks of the model, (heads,).
         memory: memory shared by the layers of the step.
     """
@@ -272,11 +323,11 @@ def attend_alone(
     tail: tuple[mx.array, mx.array],
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Select and attend for one row and layer, (1, heads, 1, dim) -> (1, heads, 1, value_dim).
+    """Select blocks for one row and layer, and attend to them, (1, heads, 1, value_dim).
 
     Args:
-        row: row whose parts have only this layer.
-        scale: scale of the model's scores.
+        row: row whose segments have only this layer.
+        scale: factor of the scores, usually 1 / sqrt(dim).
         tail: keys and values of the tail, (1, kv_heads, tokens, dim) each.
         sinks: attention sinks of the model, (heads,).
     """
@@ -286,7 +337,7 @@ def attend_alone(
 
 
 def _by_head(queries: mx.array, kv_heads: int) -> mx.array:
-    """Return queries (rows, heads, 1, dim) by KV head: (rows, kv_heads, m, dim), float32."""
+    """Group queries (rows, heads, 1, dim) by KV head: (rows, kv_heads, m, dim), float32."""
     rows, heads, _, dim = queries.shape
     by_head = queries.reshape(rows, kv_heads, heads // kv_heads, dim)
     return by_head if by_head.dtype == mx.float32 else by_head.astype(mx.float32)

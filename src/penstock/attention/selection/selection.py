@@ -2,11 +2,11 @@
 
 Each KV head selects its own blocks. An index of the keys (`key_index`) scores every token between
 the first and the recent ones. A block's score is that of its best token, after a softmax over the
-blocks, for the query of the KV head that scores it highest. The selected blocks are gathered and
+blocks; the maximum over the queries of the KV head counts. The selected blocks are gathered and
 read exactly, together with the first and the recent tokens, which are read in place.
 
-The selection depends only on the tokens and the position, not on segment boundaries, cache hits or
-other rows of the step.
+The selection depends only on the tokens and the position, not on segment boundaries, cache hits,
+or other rows of the step.
 """
 
 from __future__ import annotations
@@ -28,27 +28,25 @@ from penstock.kv.segment import ColumnRange, KVSpan
 FIRST_TOKENS = FIRST_BLOCKS * BLOCK_TOKENS
 """Number of leading tokens always read, because many heads attend to them."""
 LEAST_TOKENS = 128
-"""Minimum number of tokens to read: the first, the recent ones, and a few blocks."""
+"""Minimum of `Selection.tokens`: the first tokens, the recent ones, and a few blocks."""
 LEAST_RECENT_TOKENS = 33
-"""Minimum number of recent tokens, which are always read: the longest tail and the new token."""
+"""Minimum number of recent tokens (always read): the longest tail and the new token."""
 RECENT_SHARE = 4
-"""Divisor of all tokens to read that gives the number of recent ones."""
+"""One in `RECENT_SHARE` tokens read is a recent token."""
 Numbers = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Number of tokens that a decode step reads, and the layers with selective attention."""
+    """Settings of selective attention: number of tokens to read, and the key index."""
 
     tokens: int
     """Number of tokens that each KV head reads in total; at least `LEAST_TOKENS`."""
     index: KeyIndex
     """Key index; its layers use selective attention."""
     compiled: bool = True
-    """Whether to use compiled loops for selection and reading, where available."""
-    recent: int = 0
-    """Minimum number of recent tokens, if it is more than `RECENT_SHARE` gives."""
+    """Whether to use compiled loops for selection and reading if available."""
 
     @property
     def layers(self) -> frozenset[int]:
@@ -56,7 +54,7 @@ class Selection:
 
     def recent_start(self, position: int) -> int:
         """Return the position of the first recent token for a query at `position`."""
-        recent = max(LEAST_RECENT_TOKENS, self.tokens // RECENT_SHARE, self.recent)
+        recent = max(LEAST_RECENT_TOKENS, self.tokens // RECENT_SHARE)
         return max(0, position + 1 - recent) // BLOCK_TOKENS * BLOCK_TOKENS
 
     def blocks(self, position: int) -> int:
@@ -67,13 +65,18 @@ class Selection:
     def applies(self, row: DecodeRow) -> bool:
         """Return whether a row uses selective attention in indexed layers.
 
-        A row reads all tokens if it is marked `whole`, has at most `tokens`, or lacks index parts.
+        A row reads all tokens if it is marked `whole`, has at most `tokens` tokens, or is not
+        completely indexed.
         """
         if row.whole or row.position < self.tokens:
             return False
         stop = self.recent_start(row.position)
-        spans = [span for span in row.parts if span.start < stop]
-        return bool(spans) and spans[-1].end >= stop and all(map(self._is_whole, spans))
+        covered = any(span.start < stop <= span.end for span in row.parts)
+        return covered and self.indexes(row.parts, stop)
+
+    def indexes(self, parts: Sequence[KVSpan], stop: int) -> bool:
+        """Return whether the index of all tokens of `parts` in front of `stop` is complete."""
+        return all(self._is_whole(span) for span in parts if span.start < stop)
 
     def center_scores(
         self,
@@ -84,12 +87,12 @@ class Selection:
         *,
         loop: CenterLoop | None = None,
     ) -> Scores | None:
-        """Return the part of the scores that the index leaves out; see `KeyIndex`."""
+        """Return the part of the scores due to the key centers; see `KeyIndex.center_scores`."""
         blocks = FIRST_BLOCKS, self.recent_start(row.position) // BLOCK_TOKENS
         return self.index.center_scores(layer, query[heads], heads, *blocks, loop=loop)
 
     def indexed(self, row: DecodeRow, layer: int) -> Iterator[tuple[Coded, int, int]]:
-        """Yield the index of the selectable tokens and its columns, in order."""
+        """Yield the indexes that cover the selectable tokens, each with its column range."""
         for segment, start, stop in pieces(
             row.parts, FIRST_TOKENS, self.recent_start(row.position)
         ):
@@ -98,13 +101,13 @@ class Selection:
             yield index, start, stop
 
     def _is_whole(self, span: KVSpan) -> bool:
-        missing = span.segment.missing  # of layers with windows, whose KV was evicted
+        missing = span.segment.missing  # evicted KV of sliding-window layers
         gone = bool(missing) and any(missing[layer] for layer in self.index.layers)
         return not gone and self.index.complete(span.segment)
 
 
 READ_ALL = Selection(ALL_TOKENS, KeyIndex(frozenset()))
-"""Selection of all tokens, in all layers."""
+"""Disabled selective attention: all layers read all tokens."""
 
 
 def halves(count: int) -> list[slice]:
@@ -114,6 +117,6 @@ def halves(count: int) -> list[slice]:
 
 
 def pieces(parts: Sequence[KVSpan], start: int, stop: int) -> list[ColumnRange]:
-    """Return the columns of the positions `start..stop - 1`."""
+    """Return the segments' columns that hold the positions `start..stop - 1`."""
     cuts = ((part, max(start, part.start), min(stop, part.end)) for part in parts)
     return [(p.segment, a - p.start, b - p.start) for p, a, b in cuts if a < b]

@@ -1,8 +1,8 @@
-"""Reads of spilled KV in a decode step: one request per layer.
+"""Reads of spilled KV, with one request to the tier per layer.
 
 All spilled blocks that the rows selected in a layer are fetched together. Compiled loops read them
-in the block cache. Otherwise the rows are processed like others, reading copies of the blocks. A
-row that reads all of its tokens makes a request of its own, which returns arrays.
+in the block cache; MLX's operations read copies. A row that reads all of its tokens has a request
+of its own, which returns arrays.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SIDES = (0, 1)
 
 
 class LoadedBlocks(BlockReader):
-    """Blocks of a row that have been read."""
+    """Reader of blocks that were already loaded for a row."""
 
     def __init__(self, lists: Sequence[BlockList], raw: Sequence[RawBlocks]) -> None:
         self._raw = list(raw)
@@ -63,13 +63,13 @@ def _keys(of: BlockList) -> Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Blocks read by some KV heads, first and recent ones included, and their locations."""
+    """Locations of the blocks that consecutive KV heads read, including first and recent ones."""
 
     first_head: int
     places: npt.NDArray[np.int32]
-    """Place of each block in the tiers, -1 for one in memory, (heads, blocks)."""
+    """Place of each block in the tier, or -1 for a block in memory, (heads, blocks)."""
     checksums: npt.NDArray[np.uint64]
-    """Checksums of each spilled block's keys and values, (heads, blocks, 2)."""
+    """Checksums of the keys and values of each spilled block, (heads, blocks, 2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +82,13 @@ class _SpilledSides:
 
     @property
     def codecs(self) -> tuple[Spilled, Spilled]:
-        """Codecs of keys and values."""
+        """Codecs of the keys and of the values."""
         keys, values = self.keys.codec, self.values.codec
         assert isinstance(keys, Spilled) and isinstance(values, Spilled)
         return keys, values
 
     def pairs(self, read: npt.NDArray[np.bool_]) -> BlockPairs:
-        """Return the pairs of blocks that each head reads, given a mask (kv_heads, blocks)."""
+        """Return the key and value blocks that a mask (kv_heads, blocks) selects."""
         heads, columns = (axis.astype(np.int32) for axis in np.nonzero(read))
         sides = zip(self.codecs, (self.keys, self.values), strict=True)
         return BlockPairs.of(*(codec.blocks(side, heads, columns) for codec, side in sides))
@@ -111,11 +111,11 @@ def has_spilled(row: DecodeRow, layer: int) -> bool:
 def loaded(
     selection: Selection, rows: Sequence[DecodeRow], blocks: Sequence[Numbers], layer: int
 ) -> list[DecodeRow]:
-    """Read the spilled KV that rows need in a layer; return rows that contain it.
+    """Load the spilled KV that rows need in a layer; return rows that read the loaded KV.
 
     Args:
         rows: rows with selective attention.
-        blocks: indices of the blocks read by each KV head of a row, (kv_heads, blocks).
+        blocks: indices of the blocks selected by each KV head of a row, (kv_heads, blocks).
 
     Raises:
         SpilledLost: see `BlockReader`.
@@ -157,16 +157,17 @@ def _read(
 def held_for(
     rows: Sequence[DecodeRow], located: Sequence[Located], layer: int
 ) -> Iterator[list[Integers]]:
-    """Load the spilled blocks for compiled loops in a `with` block, and yield their addresses.
+    """Load spilled blocks for compiled loops, and yield their addresses; a context manager.
 
-    The addresses keep nothing alive. Blocks beyond the cache's capacity are freed at the end.
+    The addresses are valid within the `with` block. Blocks that exceed the cache's capacity are
+    freed at its end.
 
     Args:
         rows: rows with spilled parts.
         located: blocks read by some of their KV heads, in any order.
 
     Yields:
-        Addresses for `ChoiceLoops.attend`, valid until the next layer's request.
+        Addresses for `ChoiceLoops.attend`.
 
     Raises:
         SpilledLost: see `BlockReader`.
@@ -193,9 +194,9 @@ def held_for(
 
 
 def whole(row: DecodeRow, layer: int) -> DecodeRow:
-    """Read all spilled KV of a row in a layer in one request; return the row with it.
+    """Load all spilled KV of a row in a layer in one request; return a row that contains it.
 
-    The next step reads these blocks again, unless this step is the one after a prefill.
+    The blocks go through the block cache, except in the step after a prefill.
 
     Raises:
         SpilledLost: see `BlockReader`.
@@ -226,7 +227,7 @@ def whole(row: DecodeRow, layer: int) -> DecodeRow:
 
 
 def _with(row: DecodeRow, layer: int, change: Callable[[Coded, Spilled], Side]) -> DecodeRow:
-    """Return a row whose spilled sides in a layer are replaced, keys and values of each span."""
+    """Return a row with `change` applied to its spilled keys and values in a layer, in order."""
 
     def changed(side: Side) -> Side:
         if not (isinstance(side, Coded) and isinstance(side.codec, Spilled)):
@@ -243,7 +244,7 @@ def _with(row: DecodeRow, layer: int, change: Callable[[Coded, Spilled], Side]) 
 
 
 def _by(reader: LoadedBlocks) -> Callable[[Coded, Spilled], Side]:
-    """Return a function that replaces the reader of a spilled side."""
+    """Return a `change` for `_with` that sets the reader."""
     return lambda side, codec: replace(side, codec=replace(codec, reader=reader))
 
 
@@ -252,7 +253,7 @@ def wide_sides(
 ) -> tuple[list[HostSide], list[HostSide]]:
     """Return keys and values of consecutive columns, dequantized, (kv_heads, columns, dim) each.
 
-    Spilled ones are read in one request, and are NumPy arrays if float32.
+    Spilled KV is read in one request, and returned as NumPy arrays if it is float32.
     """
     lists, spilled = [], []
     sides: tuple[list[HostSide], list[HostSide]] = ([], [])

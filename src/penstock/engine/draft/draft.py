@@ -1,11 +1,11 @@
 """`Draft`: the draft model's KV of the running sequences, and the tokens that it proposes.
 
-    follow ──> bytes reserved, tokens read: a chunk a step ──> up to date or not yet
+    follow ──> bytes reserved, tokens prefilled, a chunk per step ──> up to date or not yet
     draft  ──> all rows in one pass, token by token
-    end    ──> released with the sequence; sooner where the main model needs the bytes
+    end    ──> released with the sequence, or earlier if the main model needs the bytes
 
-Its cold nodes are evicted before any node of the main model, and its KV of running sequences after
-all other memory. It never keeps a sequence out of the batch.
+The draft's cold nodes are evicted before any node of the main model, and its KV of running
+sequences after all other memory. It never keeps a sequence from being admitted.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Draft:
         self._vocabulary_size = vocabulary_size
         self._live: list[DraftKV] = []
         self._asking = False
-        """Whether the draft itself is making room; its own sequences are then not released."""
+        """Whether the draft is making room for itself; its own sequences are then not released."""
         beside.first.append(_ColdNodes(stores))
         beside.last.append(self)
 
@@ -102,11 +102,11 @@ class Draft:
             }
         )
 
-    # ---- bytes that are given back, see `Yielding`
+    # ---- `Yielding`
 
     @property
     def nbytes(self) -> int:
-        """Bytes of running sequences; 0 while the draft itself is making room."""
+        """Bytes of running sequences; 0 while the draft is making room for itself."""
         if self._asking:
             return 0
         return self.stores.prefixes.tree.pinned_bytes + sum(kv.reserved_bytes for kv in self.live)
@@ -134,9 +134,10 @@ class Draft:
     # ---- reading
 
     def follow(self, sequences: Items[Sequence], worth_seconds: Items[float]) -> list[bool]:
-        """Prefill the sequences, about one chunk in all; return which are ready for drafting.
+        """Prefill sequences, about one chunk in total; return which are ready for drafting.
 
-        A sequence is skipped if its prefill takes longer than `worth_seconds`, which drafts save.
+        A sequence is skipped if its prefill would take longer than `worth_seconds`, the time that
+        drafts are expected to save.
         """
         unspent, ready = self._chunk_tokens, []
         for sequence, worth in zip(sequences, worth_seconds, strict=True):
@@ -180,12 +181,12 @@ class Draft:
         return kv
 
     def _pays(self, kv: DraftKV, worth_seconds: float) -> bool:
-        """Return whether the prefill of a sequence takes no longer than drafts save."""
+        """Return whether drafts are expected to save more time than the prefill takes."""
         seconds = kv.unread_tokens * self._estimator.prefill_token_seconds
         return kv.unread_tokens <= self._most or seconds <= worth_seconds
 
     def _takes(self, kv: DraftKV) -> bool:
-        """Return whether the draft's vocabulary and context hold the unread tokens."""
+        """Return whether the unread tokens are in the draft's vocabulary and fit its context."""
         runner = self._runner
         limit = min(self.stores.shared_tokens, runner.context_tokens or self.stores.shared_tokens)
         known = max(kv.tokens[kv.position :]) < runner.vocabulary_size
@@ -210,14 +211,14 @@ class Draft:
             if kv.slot is not None
         ]
         order = in_order(rows)
-        # What stands behind a row's tokens is written behind what is ever read.
+        # The padding after a row's tokens is written past all columns that are read.
         new = [[*feeds[i], *[0] * (width - len(feeds[i]))] for i in order]
         decoded = runner.decode(new, [rows[i] for i in order], tails)
         ends = mx.array([len(feeds[i]) - 1 for i in order])
         best = likeliest(decoded.logits[mx.arange(len(order)), ends])
         mx.eval(best.tokens, best.values, tails.buffers())
         chosen = dict(zip(order, best.read(), strict=True))
-        return [_token(chosen[row]) for row in range(len(rows))]
+        return [chosen_token(chosen[row]) for row in range(len(rows))]
 
     def _read_tail(self, kv: DraftKV) -> int:
         feed = self._feed(kv, [])
@@ -226,7 +227,7 @@ class Draft:
         return len(feed)
 
     def _read_chunk(self, kv: DraftKV) -> int:
-        """Prefill the next chunk of a sequence; return the tokens computed, 0 without room."""
+        """Prefill the next chunk; return the number of tokens computed, 0 if memory is full."""
         size, start = self.stores.block_size, kv.position
         end = min(len(kv.tokens) - 1, start // size * size + self._chunk_tokens)
         nbytes = self._estimator.prefill_bytes(end)
@@ -264,7 +265,7 @@ class Draft:
         return True
 
     def _make_room(self, nbytes: int) -> bool:
-        """Evict cold nodes, also of the main model; evict none and return False if not enough."""
+        """Evict cold nodes of both models; return False and evict none if that is not enough."""
         self._asking = True
         try:
             return self._main.make_room(nbytes)
@@ -301,7 +302,7 @@ class _ColdNodes:
         return self._prefixes.shrink(nbytes)
 
 
-def _token(choice: SampledToken | Exception) -> int:
+def chosen_token(choice: SampledToken | Exception) -> int:
     """Return the sampled token, or raise the error of its row."""
     if isinstance(choice, Exception):
         raise choice

@@ -1,4 +1,4 @@
-"""KV of one sequence in a draft model; releasing it does not change the answer."""
+"""KV of one sequence in a draft model; it can be released at any time."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from penstock.ledger import Kind
 
 
 class DraftKV(SequenceKV):
-    """Keys and values of a sequence in the draft model. Engine thread only.
+    """KV of a sequence in the draft model. Engine thread only.
 
-    `of` is the sequence's KV in the main model, with which it shares the token list.
+    `of` is the sequence's KV in the main model; both share the list of tokens.
     """
 
     def __init__(self, stores: KVStores, of: SequenceKV, salt: str) -> None:
@@ -23,10 +23,10 @@ class DraftKV(SequenceKV):
         self.take_slot()
         self.reservation = ledger.reserve(Kind.TAILS, 0)
         self.scores = ledger.reserve(Kind.BUFFERS, 0)
-        """Reservation of the buffers that the sequence's length adds to a pass."""
+        """Reservation of the buffers that the sequence adds to a pass."""
         self.reserved_tokens = 0
         self.drafted: list[int] = []
-        """Proposed tokens, not verified yet, whose KV is past the visible end."""
+        """Proposed tokens not verified yet; their KV is past the committed end."""
 
     @property
     def is_open(self) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import EngineSettings
-from penstock.engine.draft.draft import Draft, NoDraft
+from penstock.engine.draft.draft import Draft
 from penstock.engine.fixed_memory import measured_estimator
 from penstock.engine.foundation import Foundation
 from penstock.engine.model.model_probe import probe_bytes, weight_bytes
@@ -26,7 +26,7 @@ from penstock.prefix.prefixes import Prefixes
 
 DRAFT_SETTING = "draft_model (--draft-model)"
 REMEMBERED_NODES = 64
-"""Number of evicted nodes remembered; few, as misses of the draft's tree are not explained."""
+"""Number of remembered evictions; few, since misses of the draft's cache are not explained."""
 
 
 def check_same_vocabulary(draft: Any, tokenizer: Any) -> None:
@@ -40,25 +40,16 @@ def check_same_vocabulary(draft: Any, tokenizer: Any) -> None:
         )
 
 
-def open_draft(source: Any, tokenizer: Any, base: Foundation, stores: KVStores) -> Draft | NoDraft:
-    """Load a draft model within the ledger of the main model; `NoDraft` if `source` is None.
+def open_draft_model(source: Any, tokenizer: Any, base: Foundation, stores: KVStores) -> Draft:
+    """Load a draft model within the ledger of the main model.
 
     `source` is the model's folder, file or name, or a pair of model and tokenizer.
 
     Raises:
-        LedgerFull: there is no room for its weights and buffers.
+        LedgerFull: its weights and buffers do not fit.
         ModelError: the model cannot be loaded.
         SettingError: its vocabulary differs, or its layers cannot roll back rejected tokens.
     """
-    if source is None:
-        return NoDraft()
-    if base.group.size > 1:
-        raise SettingError(
-            f"{DRAFT_SETTING} does not work with a model on several machines, which would not "
-            f"measure the same; leave it out"
-        )
-    if not base.limits.speculative_tokens:  # the main model reads one token of a row in a step
-        return NoDraft()
     model, draft_tokenizer = _loaded(source, base.ledger.free_bytes)
     ledger, limits = PartLedger(base.ledger, Kind.DRAFT), _plain(base.limits)
     weights = ledger.reserve(Kind.WEIGHTS, weight_bytes(model))
@@ -72,7 +63,7 @@ def open_draft(source: Any, tokenizer: Any, base: Foundation, stores: KVStores) 
     tails = Tails(slots, columns, runner.shapes, spare)
     estimator = measured_estimator(runner, limits, tails, ledger)
     step = ledger.reserve(Kind.BUFFERS, estimator.step_bytes)
-    tails.drop()  # until a sequence is drafted
+    tails.drop()  # allocated again for the first draft
     return Draft(
         runner,
         _stores(runner, tails, ledger, base, stores),
@@ -95,7 +86,7 @@ def _loaded(source: Any, free_bytes: int) -> tuple[Any, Any]:
 
 
 def _chunk_tokens(limits: EngineSettings, token_seconds: float) -> int:
-    """Return the tokens to prefill between two decode steps: whole blocks, at least one."""
+    """Return the number of tokens to prefill between two decode steps, in whole blocks."""
     max_tokens, size = limits.step_tokens, limits.block_size
     if limits.max_stall_ms and token_seconds:
         within = limits.max_stall_ms / 1_000 / token_seconds

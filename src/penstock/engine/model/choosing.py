@@ -11,21 +11,22 @@ from penstock.engine.model.runner import Runner
 
 
 def selection(runner: Runner, limits: EngineSettings, *, compiled: bool) -> Selection:
-    """Create the token selection, without key centers yet; `READ_ALL` without `attend_tokens`."""
+    """Create the token selection, without key centers; `READ_ALL` if `attend_tokens` is unset."""
     if limits.attend_tokens is None:
         return READ_ALL
     layers = runner.selectable_layers - set(limits.attend_full_layers)
     index = KeyIndex(layers, limits.attend_rest)
     chosen = Selection(limits.attend_tokens, index, compiled=compiled)
     for sizes in {(runner.shapes[n].key_dim, runner.shapes[n].value_dim) for n in index.layers}:
-        runner.device.choice_reader(chosen, *sizes).prepare()
+        reader = runner.device.choice_reader(chosen, *sizes)
+        reader.prepare()
+        if limits.attend_prompt is not None:
+            reader.prepare_chunks()
     return chosen
 
 
 def of_prompts(chosen: Selection, limits: EngineSettings) -> Selection:
-    """Return the selection of a prompt's chunks; `READ_ALL` without `attend_prompt`."""
+    """Return the selection for prompt chunks; `READ_ALL` if `attend_prompt` is unset."""
     if limits.attend_prompt is None:
         return READ_ALL
-    # A chunk's own tokens have no index yet: as many are read whole in front of each group.
-    near = limits.step_tokens
-    return replace(chosen, tokens=limits.attend_prompt + near, recent=near)
+    return replace(chosen, tokens=limits.attend_prompt)

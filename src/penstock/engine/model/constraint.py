@@ -1,6 +1,6 @@
 """Guided decoding with llguidance: token masks from grammars and JSON schemas.
 
-    grammar ──trial in another process──> Grammars, compiled once ──> for each answer: Constraint
+    grammar ──trial in a subprocess──> Grammars, compiled once ──> a Constraint per answer
     a step:   allowed() masks the logits ──> a token is chosen ──> accept(token)
 
 A grammar is a string in llguidance's format: from a JSON schema (`json_schema_grammar`), or Lark.
@@ -33,7 +33,7 @@ __all__ = ["Constraint", "Grammars", "check_grammar", "json_schema_grammar", "po
 COMPILED_GRAMMARS = 16
 """Size of the LRU cache of compiled grammars."""
 GRAMMAR_BYTES = 65_536
-"""Maximum length of a grammar, and of all compiled ones together, in bytes.
+"""Maximum length of a grammar in bytes.
 
 Compile time grows faster than linearly: 2 seconds for an object of 2,500 optional properties.
 """
@@ -42,12 +42,12 @@ POOL_SHARE = 8
 LEAST_POOL_BYTES = 16_000_000
 MOST_POOL_BYTES = 256_000_000
 STEP_SECONDS = 0.01
-"""Average processor time that an answer may spend on its grammar per token, in seconds. With
-150,000 tokens a step takes 0.1 to 2 ms, the first one 5 to 25 ms."""
+"""Average processor time per token that an answer may spend on its grammar, in seconds. With a
+vocabulary of 150,000, a step takes 0.1 to 2 ms, the first one 5 to 25 ms."""
 BURST_SECONDS = 0.1
 """Processor time by which an answer may exceed its average, in seconds."""
 FULL_SHARES = 8
-"""Number of answers that get the full processor time; more answers share it."""
+"""Number of answers that each get the full processor time; more answers share it."""
 WHITESPACE = " "
 """Allowed whitespace between JSON tokens. Weak models may generate whitespace without end
 otherwise."""
@@ -56,12 +56,12 @@ COMPLETE = ("NoExtension", "NoExtensionBias", "EndOfSentence")
 EMPTY = ("NoExtension", "NoExtensionBias")
 """Stop reasons of a matcher whose grammar matches nothing."""
 UNSAID = "doesn't satisfy the grammar"
-"""Error text of a matcher when tokens cannot spell a forced text."""
+"""Error text of a matcher if no tokens produce a forced text."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def json_schema_grammar(schema: Mapping[str, Any] | None) -> str:
-    """Return the grammar of a JSON schema; None means any JSON object. Raises SettingError."""
+    """Return the grammar of a JSON schema, None for any JSON object; raises SettingError."""
     object_schema = {"type": "object"} if schema is None else dict(schema)
     try:
         grammar = LLMatcher.grammar_from_json_schema(
@@ -83,17 +83,17 @@ def pool_bytes(limit_bytes: int) -> int:
 
 
 class Compiled:
-    """A compiled grammar. All answers with this grammar share its lexer, whose states grow."""
+    """Compiled grammar. All answers that use it share its lexer, whose number of states grows."""
 
     def __init__(self, matcher: LLMatcher, nbytes: int) -> None:
         self.matcher = matcher
         self.nbytes = nbytes
         self.spoilt = False
-        """Whether the lexer's states are used up, so that no further answer can use it."""
+        """Whether the lexer has reached its limit of states, so no further answer can use it."""
 
 
 class NoGrammars:
-    """Grammars of an engine without a tokenizer; it supports none."""
+    """Replaces `Grammars` in an engine without a tokenizer, which supports no grammars."""
 
     nbytes = 0
     reserve: Callable[[int], None]
@@ -108,8 +108,8 @@ class NoGrammars:
 class Grammars:
     """LRU cache of compiled grammars for one tokenizer. Thread-safe.
 
-    The first call collects the bytes of all tokens, which takes about a second for 150,000. The
-    model's `vocabulary_size` may differ from the tokenizer's.
+    The first call collects the bytes of all tokens, about a second for 150,000 tokens. The model's
+    `vocabulary_size` may differ from the tokenizer's.
     """
 
     def __init__(
@@ -117,25 +117,25 @@ class Grammars:
     ) -> None:
         self.pool_bytes = pool_bytes
         self.reserve: Callable[[int], None] = lambda nbytes: None
-        """Callback with the total bytes of compiled grammars before they grow; may raise."""
+        """Called with the new total bytes of compiled grammars before they grow; may raise."""
         self._tokenizer = tokenizer
         self._size = vocabulary_size
         self._vocabulary: LLTokenizer | None = None
         self._compiling = Lock()
-        self._compiled: OrderedDict[str, Compiled] = OrderedDict()  # the latest last
+        self._compiled: OrderedDict[str, Compiled] = OrderedDict()  # most recently used last
         self._alive: WeakSet[Compiled] = WeakSet()
-        """Cached grammars, and those still used by answers."""
+        """Cached grammars, and evicted ones that answers still use."""
         self._shares: WeakSet[GrammarTime] = WeakSet()
         self._compiling_bytes = 0
         self._looking = Lock()
 
     def constraint(self, grammar: str) -> Constraint:
-        """Return a matcher of one answer. Raises SettingError, LedgerFull or NeverFits."""
+        """Return the constraint of one answer; raises SettingError, LedgerFull or NeverFits."""
         compiled = self._kept(grammar)
         if compiled is None:
             nbytes = _tried(grammar, "the grammar")
             with self._compiling:
-                compiled = self._kept(grammar)  # another request may have had the same
+                compiled = self._kept(grammar)  # another request may have compiled it
                 if compiled is None:
                     self._make_room(nbytes)
                     self._compiling_bytes = nbytes
@@ -216,7 +216,7 @@ class Grammars:
 
 
 class GrammarTime:
-    """Processor time that an answer may still spend on its grammar."""
+    """Accounting of the processor time that an answer spends on its grammar."""
 
     def __init__(self, shares: WeakSet[GrammarTime]) -> None:
         self._shares = shares
@@ -249,7 +249,7 @@ class GrammarTime:
 
 
 class Constraint:
-    """Position of one answer in its grammar; a `Rule`. Used only by the engine's thread."""
+    """State of one answer's grammar; implements `Rule`. Used only by the engine's thread."""
 
     free = False
 
@@ -311,25 +311,25 @@ class Constraint:
             yield self._spent
 
     def _failed(self) -> GrammarFailed:
-        """Return the matcher's error, and mark the lexer as used up if it is."""
+        """Return the matcher's error, and mark the compiled grammar as unusable."""
         self._compiled.spoilt = True
         return GrammarFailed(f"the grammar has failed: {_line(self._matcher.get_error())}")
 
 
 def _vocabulary(tokenizer: Any, size: int) -> LLTokenizer:
     ends = sorted(token for token in tokenizer.eos_token_ids if token is not None and token < size)
-    # A tokenizer without an end of sequence gets one that the model cannot choose.
+    # A tokenizer without an end-of-sequence token gets one outside the model's vocabulary.
     room, ends = (size, ends) if ends else (size + 1, [size])
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        plain = copy.copy(backend)  # Hugging Face's; to be said as text without these two
+        plain = copy.copy(backend)  # Hugging Face's; these two options cannot be serialized
         plain.no_padding()
         plain.no_truncation()
         try:
             return LLTokenizer(
                 plain.to_str(), n_vocab=max(room, len(tokenizer.get_vocab())), eos_token=ends
             )
-        except ValueError:  # it neither works on bytes nor falls back to them
+        except ValueError:  # neither byte-level nor with byte fallback
             pass
     return LLTokenizer(TokenizerWrapper(_DecodingTokenizer(tokenizer, room, ends)), eos_token=ends)
 
@@ -345,18 +345,18 @@ class _DecodingTokenizer:
         self.tokens = [
             b"" if token in special else text for token, text in enumerate(self._texts(size))
         ]
-        # What has no text of its own can be told apart by its number alone, as control tokens.
+        # Tokens without text, such as control tokens, are distinguished only by their ids.
         self.special_token_ids = [token for token, text in enumerate(self.tokens) if not text]
         for token in self.special_token_ids:
             self.tokens[token] = b"<token %d>" % token
 
     def __call__(self, text: str) -> list[int]:
         if not isinstance(text, str):
-            raise TypeError("only text can be encoded")  # asked once, to find that out
+            raise TypeError("only text can be encoded")  # llguidance tries bytes first
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _texts(self, size: int) -> Iterable[bytes]:
-        """Yield the bytes of each token in the middle of a text; empty if it has none."""
+        """Yield the bytes that each token adds in the middle of a text; empty if it adds none."""
         decode = self._tokenizer.decode
         names = {token: name for name, token in self._tokenizer.get_vocab().items()}
         before = list(self._tokenizer.encode("a", add_special_tokens=False))
@@ -387,13 +387,13 @@ def _begin(matcher: LLMatcher) -> None:
         first.consume_tokens(forced)
         first.compute_bitmask()
         why = _line(first.get_error()) if first.is_error() else EMPTY[0]
-        # A token that the model does not have is found where it is needed.
+        # A forced text that no tokens produce is only an error once it is needed.
         if why not in EMPTY and UNSAID not in why:
             raise SettingError(f"the grammar cannot be followed: {why}")
 
 
 def _tried(grammar: str, what: str) -> int:
-    """Return the memory of a compiled grammar, from its trial; raise SettingError if rejected."""
+    """Return the bytes of a compiled grammar, from its trial; raises SettingError if rejected."""
     if len(grammar) > GRAMMAR_BYTES:
         raise SettingError(
             f"{what} cannot be followed: as a grammar it has "
@@ -407,6 +407,6 @@ def _tried(grammar: str, what: str) -> int:
 
 
 def _line(message: str) -> str:
-    """Return the first line of an error message of llguidance, without the text of panics."""
+    """Return the first line of an error message of llguidance; panics are summarized."""
     line = message.strip().split("\n", 1)[0][:500]
     return "a fault inside llguidance" if line.startswith("panic") else line

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from penstock.attention.span_attention import ALL_TOKENS, AttentionWindow
 from penstock.kv.tails import LayerShape, token_bytes
+from penstock.models.adapter_names import NO_ADAPTERS, AdapterNames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceFigures:
-    """Sizes of selective attention, which reads only some tokens of a long sequence."""
+    """Sizes of selective attention, which attends to some tokens of a long sequence."""
 
     tokens: int = ALL_TOKENS
     """Number of tokens that each KV head attends to; unlimited by default."""
@@ -24,7 +25,7 @@ class ChoiceFigures:
     score_token_bytes: int = 0
     """Maximum bytes per token of a sequence while a layer's index is scored."""
     prompt_tokens: int = ALL_TOKENS
-    """Number of tokens in front of a prompt's chunk that its queries attend to."""
+    """Number of tokens before a prompt's chunk to which its queries attend."""
     prompt_score_token_bytes: int = 0
     """Maximum bytes per token of a sequence while a chunk's queries score a layer's index."""
 
@@ -37,12 +38,12 @@ class ModelFigures:
     """KV shape of one token, by layer."""
     heads: int = 1
     choice: ChoiceFigures = ChoiceFigures()
-    """Selective attention of decode steps; by default all tokens are read."""
+    """Sizes of selective attention; by default, all tokens are attended to."""
     most_joined: int = ALL_TOKENS
     """Maximum number of tokens joined at once during prefill; longer contexts are read in
     pieces."""
     state_bytes: int = 0
-    """Maximum bytes of one sequence's recurrent states, without loose rows."""
+    """Maximum bytes of one sequence's recurrent states, excluding pending compressed rows."""
     windows: tuple[AttentionWindow, ...] = ()
     """Distinct attention windows of the layers."""
     whole: bool = False
@@ -50,12 +51,13 @@ class ModelFigures:
     joined: bool = False
     """Whether the model computes attention itself, on keys and values copied together."""
     compresses: bool = False
-    """Whether layers store one row for every few tokens, beside a short window."""
+    """Whether layers store one row per few tokens, and a short window."""
     is_recurrent: bool = False
     """Whether some layers have recurrent states, each valid at a single position."""
     vocabulary_size: int = 0
     context_tokens: int | None = None
     """Context length of the model in tokens; None if unknown."""
+    adapters: AdapterNames = NO_ADAPTERS
 
     @property
     def token_bytes(self) -> int:
@@ -80,5 +82,5 @@ class ModelFigures:
         return not (self.compresses or self.whole)
 
     def nearest(self, position: int) -> int:
-        """Return the first position, after the kept ones, that any layer sees from `position`."""
+        """Return the first position after the kept ones that a layer attends to from `position`."""
         return min((window.starts_at(position) for window in self.windows), default=0)

@@ -1,7 +1,7 @@
 """Trial compilation of grammars in a subprocess, with limits on time and memory.
 
 llguidance does not bound the work of all rules: a multiple of a large prime, or patterns that must
-not overlap, take minutes or gigabytes. Its calls cannot be interrupted; a process can be killed.
+not overlap, take minutes or gigabytes. Its calls cannot be interrupted, but a process can be.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KEPT_VERDICTS = 512
 LEAST_STATES = 4_000
 """Minimum number of lexer states of a grammar. Tools and schemas need up to 3,000."""
 COUNTED_STATES = 20_000
-"""Maximum lexer states for a repetition count such as `maxLength`, which needs a state per step."""
+"""Maximum lexer states for repetition counts such as `maxLength`, which need a state each."""
 STATE_BYTES = 512
 """Bytes assumed per lexer state; 250 to 800 were measured."""
 STEP_FUEL = 200_000
@@ -58,7 +58,7 @@ _SPENT: ContextVar[list[float]] = ContextVar("spent")
 
 @contextmanager
 def one_request() -> Iterator[None]:
-    """Limit the total time of the trials within a `with` block, those of one request."""
+    """Limit the total time of a request's trials, in a `with` block."""
     token = _SPENT.set([0.0])
     try:
         yield
@@ -84,7 +84,7 @@ def grammar_limits(grammar: str) -> dict[str, Any]:
         "max_lexer_states": LEAST_STATES + min(largest, COUNTED_STATES),
         "step_lexer_fuel": STEP_FUEL,
         "step_max_items": STEP_ITEMS,
-        "precompute_large_lexemes": False,  # it takes time that no limit counts
+        "precompute_large_lexemes": False,  # no limit covers its time
         "verbose_errors": False,
     }
 
@@ -94,7 +94,7 @@ class GrammarTrials:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
-        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()  # the latest last
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()  # most recently used last
         self._lock = Lock()
 
     def verdict(self, grammar: str) -> Verdict:
@@ -106,7 +106,7 @@ class GrammarTrials:
                 spent = _SPENT.get([0.0])
                 if spent[0] > REQUEST_SECONDS:
                     return Verdict(
-                        f"to compile all grammars of the request takes more than "
+                        f"compiling all grammars of the request takes more than "
                         f"{REQUEST_SECONDS:g} s. {_SIMPLER}",
                         0,
                     )
@@ -126,7 +126,7 @@ class GrammarTrials:
     def _try(self, grammar: str, spent: list[float]) -> Verdict:
         limits = grammar_limits(grammar)
         trial = {
-            # Numbers and names of special tokens are the model's; what they cost is not.
+            # Special tokens differ by model, but not in cost.
             "grammar": _SPECIAL.sub("<[256]>", grammar),
             "limits": limits,
             "seconds": COMPILE_SECONDS,
@@ -144,7 +144,7 @@ class GrammarTrials:
 
     def _answer(self, line: str) -> dict[str, Any] | None:
         """Return the subprocess's answer; None on timeout."""
-        for _ in range(2):  # it may have been ended from outside since the last trial
+        for _ in range(2):  # the process may have been killed since the last trial
             process = self._process = self._process or _started()
             assert process.stdin is not None and process.stdout is not None
             try:
@@ -178,5 +178,5 @@ def _started() -> subprocess.Popen[str]:
 _SIMPLER = "Ask for smaller counts and multiples, or for fewer patterns and alternatives"
 
 grammar_trials = GrammarTrials()
-"""Shared instance of this process; grammars are checked before an engine sees them."""
+"""Shared instance of this process, since grammars are checked before an engine gets them."""
 atexit.register(grammar_trials.close)

@@ -1,6 +1,6 @@
 """Self-test of a model at load time, which selects its attention path.
 
-A short prompt is run on spans and tails, and its logits compared with those on mlx-lm's own caches.
+A short prompt is run on spans and tails, and its logits are compared with those on mlx-lm's caches.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from penstock.kv.segment import KVSpan, Segment
 from penstock.kv.states import RecurrentState, States, arrays, stacked
 from penstock.kv.tails import LayerShape, Tails
 from penstock.models import mlx_lm as seam
+from penstock.models.adapters import adapters_of
 
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-"""Pattern of the layer number in the name of a weight."""
+LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
+"""Pattern of the layer in the name of a weight."""
 ACTIVATIONS = 2
-"""Approximate number of values alive per value computed by a layer's products."""
+"""Approximate number of values alive per output value of a layer's matrix products."""
 MOST_EXPERTS = 8
-"""Maximum experts per token of a layer."""
+"""Assumed maximum number of experts per token in a layer."""
 Way = Literal["shared", "joined"]
 PROBE = (3, 1, 4, 1, 5, 2)
 """Token ids of the test prompt, valid in every vocabulary."""
@@ -89,10 +90,10 @@ class ProbedRunner(Protocol):
 
 
 def weight_bytes(model: Any) -> int:
-    """Return the bytes of a model's weights, also outside of MLX arrays."""
+    """Return the bytes of a model's weights and adapters, including those outside MLX arrays."""
     arrays: Any = tree_flatten(model.parameters())
     outside: int = sum(getattr(module, "packed_bytes", 0) for module in model.modules())
-    return outside + sum(int(array.nbytes) for _, array in arrays)
+    return outside + adapters_of(model).nbytes + sum(int(array.nbytes) for _, array in arrays)
 
 
 def step_token_bytes(model: Any) -> int:
@@ -103,7 +104,7 @@ def step_token_bytes(model: Any) -> int:
         layer = LAYER.search(name)
         if layer is not None and weight.ndim > 1 and not name.endswith(("scales", "biases")):
             experts = min(weight.shape[0], MOST_EXPERTS) if weight.ndim > 2 else 1
-            widths[layer[1]] += experts * weight.shape[-2]
+            widths[name[: layer.end()]] += experts * weight.shape[-2]
     outside = outside_row_bytes(model)
     return max(outside, ACTIVATIONS * mx.float32.size * max(widths.values(), default=0))
 
@@ -114,13 +115,13 @@ def outside_row_bytes(model: Any) -> int:
 
 
 def probe_bytes(model: Any) -> int:
-    """Estimate the bytes that testing a model takes."""
+    """Estimate the bytes needed by `try_model`."""
     return len(PROBE) * step_token_bytes(model)
 
 
 def differs(logits: mx.array, expected: mx.array, dtype: mx.Dtype) -> str:
     """Return the deviation of float32 logits as text; empty if within the dtype's tolerance."""
-    # Some models give tokens that do not exist an infinite logit.
+    # Some models give infinite logits to unused token ids.
     difference = float(mx.where(logits == expected, 0.0, mx.abs(logits - expected)).max())
     largest = float(mx.where(mx.isfinite(expected), mx.abs(expected), 0.0).max())
     off = difference / max(1e-6, largest)
@@ -130,10 +131,10 @@ def differs(logits: mx.array, expected: mx.array, dtype: mx.Dtype) -> str:
 def try_model(runner: ProbedRunner, modules: tuple[str, ...]) -> tuple[Fitness, int]:
     """Find an attention path whose logits match those on mlx-lm's own caches.
 
-    Returns the path and the vocabulary size. The runner stores the forms of KV and states.
+    Returns the path and the vocabulary size, and sets the runner's shapes of KV and states.
 
     Args:
-        runner: runs the model, with windows that drop nothing.
+        runner: runs the model without dropping any tokens.
         modules: patched modules of mlx-lm.
 
     Raises:
@@ -164,7 +165,7 @@ def _plain_logits(runner: ProbedRunner) -> mx.array:
     *first, before, last = PROBE
     mx.eval(runner.model(mx.array([first]), cache=caches))
     logits = []
-    for token in (before, last):  # one after the other, as stages pass them on
+    for token in (before, last):  # one by one, as pipeline stages require
         logits.append(runner.last_logits([[token]], caches))
         mx.eval(logits)
     return mx.concatenate(logits).astype(mx.float32)
@@ -174,8 +175,8 @@ def _difference(runner: ProbedRunner, way: Way, expected: mx.array, *, whole: bo
     """Return the deviation of the test prompt on this path; empty if it is within tolerance."""
     try:
         logits, dtype = _probe(runner, way, whole=whole)
-    # A boundary: a model's own code is handed caches it was not written for, and may do
-    # anything with them; whatever it raises, the other way is tried.
+    # A model's code may raise anything on caches that it was not written for; the other path is
+    # tried then.
     except Exception as error:  # noqa: BLE001
         text = str(error).strip() or type(error).__name__
         return f"{type(error).__name__}: {text.splitlines()[0]}"
@@ -184,7 +185,7 @@ def _difference(runner: ProbedRunner, way: Way, expected: mx.array, *, whole: bo
 
 
 def _probe(runner: ProbedRunner, way: Way, *, whole: bool) -> tuple[mx.array, mx.Dtype]:
-    """Run the test prompt as two rows that share a span, one a token ahead of the other."""
+    """Run the test prompt as two rows that share a span; one is a token ahead."""
     *first, before, last = PROBE
     half = len(first) if whole else len(first) // 2
     chunk = runner.chunk(first[:half], [], 0, None, way)
@@ -236,7 +237,7 @@ def _decoded(
 def _check_fresh(runner: ProbedRunner, tokens: Sequence[int], expected: States) -> None:
     """Raise ModelError unless the initial states of the recurrent layers are zeros.
 
-    Otherwise rows without tokens could not be stacked with others.
+    Otherwise rows without states could not be batched with others.
     """
     states = runner.chunk(tokens, [], 0, runner.fresh_state(), "shared").states
     for actual, reference in zip(arrays(states), arrays(expected), strict=True):

@@ -3,8 +3,8 @@
     logits of a chunk ──score──> values, ranks, top tokens ──> PromptLogprobs of the request
                                                              └──> ScoredBlocks, by block hash
 
-Requests with a common prefix compute them once: the tree caches the KV of its blocks, and this
-module their log-probabilities.
+For requests with a common prefix, they are computed once: the tree caches the KV of its blocks, and
+this module their log-probabilities.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PIECE_LOGITS = 2**18
 PIECE_BYTES = 24
 """Working memory per logit of a piece, in bytes."""
 TOP_BYTES = 40
-"""Working memory per top token of a piece besides its logit, in bytes."""
+"""Working memory per top token of a piece, in addition to its logit, in bytes."""
 ENTRY_BYTES = 700
 """Python overhead of one cached block, in bytes."""
 SCORE_BYTES = 8
@@ -61,7 +61,7 @@ class Scores:
 class PromptToken:
     token: int
     logprob: float | None
-    """Natural logarithm of its probability given the tokens before it; None for the first token."""
+    """Natural log-probability given the tokens before it; None for the first token."""
     rank: int
     """Number of more probable tokens, plus 1; 0 for the first token."""
     top: tuple[tuple[int, float], ...]
@@ -70,18 +70,26 @@ class PromptToken:
 class PromptLogprobs:
     """Log-probabilities of one prompt's tokens, filled in during the prefill.
 
-    Complete before the first event of the first answer. Another answer may start earlier, if it
-    finds the prompt in the cache. Iterate to get `PromptToken`s.
+    Complete when the first answer (`choice` 0) emits its first event; other answers of the request
+    may emit theirs earlier. Iterate to get `PromptToken`s.
+
+    Args:
+        top: number of likeliest tokens reported with each prompt token.
+        start: first position whose logits are read; tokens up to it have no log-probability.
+        candidates: tokens reported with each prompt token instead of the likeliest.
     """
 
-    def __init__(self, tokens: Sequence[int], top: int) -> None:
+    def __init__(
+        self, tokens: Sequence[int], top: int, *, start: int = 0, candidates: Sequence[int] = ()
+    ) -> None:
         self.tokens = tokens
-        self.top = top
-        self.read_positions = 0
-        """Number of leading positions whose logits have been computed."""
+        self.candidates = candidates
+        self.top = len(candidates) or top
+        self.start = start
+        self.read_positions = start
+        """Number of leading positions whose logits have been read or are not needed."""
         self._rows: Scores | None = None
-        """Log-probabilities of all tokens; None until the first are computed, when bytes are
-        reserved."""
+        """Log-probabilities of all tokens; None until the first chunk, when bytes are reserved."""
 
     @property
     def done(self) -> bool:
@@ -89,10 +97,10 @@ class PromptLogprobs:
 
     @property
     def nbytes(self) -> int:
-        return SCORE_BYTES * len(self.tokens) * (1 + self.top)
+        return SCORE_BYTES * (len(self.tokens) - self.start) * (1 + self.top)
 
     def chunk_bytes(self, tokens: int, vocabulary_size: int) -> int:
-        """Return the bytes of a chunk's log-probabilities, twice for those cached."""
+        """Return the bytes of a chunk's log-probabilities, a cached copy of them, and buffers."""
         rows = max(1, PIECE_LOGITS // vocabulary_size)
         return 2 * SCORE_BYTES * tokens * (1 + self.top) + TOP_BYTES * rows * self.top
 
@@ -100,15 +108,26 @@ class PromptLogprobs:
         """Return the tokens after the positions `start..end - 1`, up to the end of the prompt."""
         return self.tokens[start + 1 : end + 1]
 
+    def score(self, logits: mx.array, start: int) -> Scores:
+        """Return the log-probabilities of the tokens after the positions from `start` on."""
+        targets = self.targets(start, start + len(logits))
+        return score(logits, targets, self.top, self.candidates)
+
+    @property
+    def candidate_values(self) -> npt.NDArray[np.float32]:
+        """Log-probabilities of the candidates, one row per token after `start`."""
+        assert self._rows is not None and self.done
+        return self._rows.values[1:, 1:]
+
     def add(self, start: int, scores: Scores) -> None:
         """Add the log-probabilities of the tokens after the positions from `start` on."""
         end = start + len(scores.values)
         if start > self.read_positions:
             raise AssertionError(f"no logits of positions {self.read_positions} to {start}")
         if self._rows is None:
-            shape = (len(self.tokens), 1 + self.top)
+            shape = (len(self.tokens) - self.start, 1 + self.top)
             self._rows = Scores(np.full(shape, np.nan, np.float32), np.zeros(shape, np.int32))
-        rows = slice(start + 1, end + 1)
+        rows = slice(start + 1 - self.start, end + 1 - self.start)
         self._rows.values[rows], self._rows.numbers[rows] = scores.values, scores.numbers
         self.read_positions = max(self.read_positions, end)
 
@@ -117,13 +136,11 @@ class PromptLogprobs:
 
     def __iter__(self) -> Iterator[PromptToken]:
         for position, token in enumerate(self.tokens):
-            if position == 0 or self._rows is None or np.isnan(self._rows.values[position, 0]):
+            row = position - self.start
+            if row <= 0 or self._rows is None or np.isnan(self._rows.values[row, 0]):
                 yield PromptToken(token, None, 0, ())
                 continue
-            values, numbers = (
-                self._rows.values[position].tolist(),
-                self._rows.numbers[position].tolist(),
-            )
+            values, numbers = self._rows.values[row].tolist(), self._rows.numbers[row].tolist()
             top = tuple(zip(numbers[1:], values[1:], strict=True))
             yield PromptToken(token, values[0], numbers[0], top)
 
@@ -133,7 +150,7 @@ class BlockTree(Protocol):
     block_size: int
 
     def make_room(self, nbytes: int) -> bool:
-        """Evict nodes until `nbytes` are free; False, evicting none, if that is impossible."""
+        """Evict nodes until `nbytes` are free; return False and evict none if impossible."""
 
 
 class ScoredBlocks:
@@ -143,7 +160,7 @@ class ScoredBlocks:
     thread-safe: owned by the engine's thread.
 
     Args:
-        prefixes: prefix tree, which makes room, and takes these bytes back when memory is short.
+        prefixes: prefix tree, which makes room for the cache, and shrinks it if memory is short.
     """
 
     def __init__(self, prefixes: BlockTree, limit_bytes: int) -> None:
@@ -161,7 +178,7 @@ class ScoredBlocks:
     def fill(self, logprobs: PromptLogprobs, block_hashes: Sequence[bytes]) -> None:
         """Fill in the cached log-probabilities of the next blocks of a prompt."""
         size, tokens = self._prefixes.block_size, logprobs.tokens
-        while not logprobs.done:
+        while not (logprobs.done or logprobs.candidates):
             start = logprobs.read_positions
             block = start // size
             if start % size or block >= len(block_hashes) or start + size >= len(tokens):
@@ -178,6 +195,8 @@ class ScoredBlocks:
     ) -> None:
         """Cache the log-probabilities of a chunk's whole blocks, if memory allows."""
         size, tokens, top = self._prefixes.block_size, logprobs.tokens, logprobs.top
+        if logprobs.candidates:
+            return
         end = start + len(scores.values)
         for block in range(-(-start // size), min(end // size, len(block_hashes))):
             first = block * size
@@ -216,29 +235,41 @@ class ScoredBlocks:
         self._reserved.resize(self.nbytes - scores.nbytes - ENTRY_BYTES)
 
 
-def score(logits: mx.array, targets: Sequence[int], top: int) -> Scores:
-    """Return the log-probabilities of tokens under the model's unmodified distribution."""
+def score(
+    logits: mx.array, targets: Sequence[int], top: int, candidates: Sequence[int] = ()
+) -> Scores:
+    """Return the log-probabilities of tokens under the model's unmodified distribution.
+
+    Each row also has those of `candidates` or, if empty, of the `top` likeliest tokens.
+    """
     count, size = len(targets), logits.shape[-1]
-    top = min(top, size)
+    top = len(candidates) or min(top, size)
     values = np.empty((count, 1 + top), np.float32)
     numbers = np.empty((count, 1 + top), np.int32)
     rows = max(1, PIECE_LOGITS // size)
     for start in range(0, count, rows):
         end = min(count, start + rows)
         values[start:end], numbers[start:end] = _score_piece(
-            logits[start:end], targets[start:end], top
+            logits[start:end], targets[start:end], top, candidates
         )
     return Scores(values, numbers)
 
 
 def _score_piece(
-    logits: mx.array, targets: Sequence[int], top: int
+    logits: mx.array, targets: Sequence[int], top: int, candidates: Sequence[int]
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
     logits32 = logits.astype(mx.float32)
     logprobs = logits32 - mx.logsumexp(logits32, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(logprobs, mx.array(list(targets), mx.uint32)[:, None], axis=-1)
     ranks = (logprobs > chosen).astype(mx.int32).sum(axis=-1, keepdims=True) + 1
     mx.eval(chosen, ranks)
+    if candidates:
+        asked = logprobs[:, mx.array(list(candidates), mx.uint32)]
+        numbers = np.broadcast_to(np.array(candidates, np.int32), asked.shape)
+        return (
+            np.hstack((np.array(chosen), np.array(asked))),
+            np.hstack((np.array(ranks, np.int32), numbers)),
+        )
     if not top:
         return np.array(chosen), np.array(ranks, np.int32)
     likeliest = mx.argpartition(-logprobs, kth=top - 1, axis=-1)[:, :top]

@@ -1,4 +1,4 @@
-"""Prompt-lookup speculation for one sequence, and its acceptance rate. Pure: no MLX arrays.
+"""Prompt-lookup speculation for one sequence, and its acceptance rate; no MLX arrays.
 
     propose ──> continuation of the same n-gram elsewhere ──> verified in one decode step
         judged  ──> acceptance rate ──> number of tokens proposed next time
@@ -28,18 +28,18 @@ PLACES_ASKED = 8
 LONG_AGREEMENT = 8
 """Minimum length of a long match, which is accepted more often."""
 RESUMED_FROM = 4
-"""Minimum number of matching tokens before a substituted one for its successors to be proposed."""
+"""Minimum number of matching tokens before a replaced one to propose the tokens after it."""
 FIRST_SHARE = 0.6
 """Assumed acceptance rate of a new sequence."""
 RETRY_TOKENS = 64
-"""Number of tokens without a proposal after which the rate is assumed again."""
+"""Number of tokens without a proposal after which the acceptance rate is reset."""
 
 RESUMED = 1
 """Agreement of a proposal that continues an earlier one after a replaced token."""
 DRAFTED = -1
 """Agreement of a proposal by a draft model."""
 LEAST_PREDICTION = 1_024
-"""Minimum number of tokens used of an expected answer, however short the prompt."""
+"""Minimum length in tokens up to which an expected answer is used, however short the prompt."""
 
 Tokens = npt.NDArray[np.intc]
 TextPlaces = npt.NDArray[np.intp]
@@ -58,7 +58,7 @@ NOTHING = Proposal([])
 
 class Proposer(Protocol):
     def propose(self, tokens: Sequence[int], limit: int) -> Proposal:
-        """Return up to `limit` tokens; `tokens` only grows from call to call."""
+        """Return up to `limit` tokens to follow `tokens`, which only grows from call to call."""
 
 
 class NgramProposer:
@@ -79,7 +79,7 @@ class NgramProposer:
 def _most_common(text: Tokens, starts: TextPlaces, limit: int) -> list[int]:
     """Return the most common continuation over all positions, token by token; ties go to the last.
 
-    A position that continues differently is dropped. A text that ends is assumed to repeat.
+    Positions that continue differently are dropped. After its end, the text is assumed to repeat.
     """
     tokens: list[int] = []
     periods = len(text) - starts
@@ -116,7 +116,7 @@ class PredictionProposer:
             if agreement < LEAST_NGRAM:
                 self._expected = len(self._text)
                 return NOTHING
-            # Of equal places the next one behind the last, as an edit leaves the order as it is.
+            # Of equal matches, the next one after the last: edits usually keep the order.
             later = ends[ends >= self._expected]
             self._expected = int(later[0] if later.size else ends[-1]) + 1
         return Proposal(
@@ -162,7 +162,7 @@ class Speculation:
     def propose(self, tokens: Sequence[int], limit: int) -> Proposal:
         """Return the tokens most likely to follow; empty if no proposer has any.
 
-        If one token differs from an earlier proposal, it is taken for a replacement, and the text
+        A single token that differs from an earlier proposal counts as a replacement, and the text
         after it is proposed.
         """
         if self._ahead:
@@ -170,7 +170,7 @@ class Speculation:
         self._read = len(tokens)
         best = NOTHING
         for proposer in self.proposers:
-            # Behind a proposal that is as sure as any, the others only take the tokens in.
+            # After the best possible match, the other proposers only record the tokens.
             count = 0 if best.agreement >= LONGEST_NGRAM else 2 * limit
             proposal = proposer.propose(tokens, count)
             if proposal.agreement > best.agreement:
@@ -208,7 +208,7 @@ class Speculation:
     def judged(self, proposed: int, accepted: int, agreement: int) -> None:
         """Record the outcome of a verified proposal.
 
-        After `RETRY_TOKENS` tokens without one, the initial rate is assumed again, except for a
+        After `RETRY_TOKENS` tokens without one, rates are reset to the initial one, except for a
         draft model, which would have to prefill all of the text.
         """
         if proposed:

@@ -1,7 +1,7 @@
 """Reasoning budgets: after the last allowed token, the model's end marker is forced.
 
 generated:  <think> a b c                 budget: 3
-allowed:    anything ... </think> alone, then anything
+allowed:    anything ... only </think>, then anything
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["BehindReasoning", "ReasoningLimit"]
 
 
 class ReasoningLimit:
-    """Position of one answer in its reasoning; a `Rule`. Used only by the engine's thread."""
+    """State of one answer's reasoning; implements `Rule`. Used only by the engine's thread."""
 
     def __init__(self, budget: ReasoningBudget) -> None:
         self._budget = budget
@@ -82,7 +82,7 @@ class ReasoningLimit:
 
 
 class BehindReasoning:
-    """A `Rule` that applies after the end of the reasoning opened by the prompt."""
+    """A `Rule` that applies another rule after the reasoning, which the prompt has opened."""
 
     def __init__(self, limit: ReasoningLimit, grammar: Rule) -> None:
         self._limit, self._grammar = limit, grammar

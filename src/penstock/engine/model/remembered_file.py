@@ -1,7 +1,7 @@
-"""A measurement in the user's cache folder, for the next start with the same model.
+"""Measurements in the user's cache folder, reused at the next start with the same model.
 
-A file has one measurement of a model on this machine with the installed code. A damaged file, or
-one of another version, is a miss: it is measured again.
+A file has one measurement, valid for a model, this machine and the installed code. If it is damaged
+or of another version, the measurement is repeated.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ LIBRARIES = ("mlx", "mlx-lm", "numpy")
 
 
 class RememberedFile:
-    """The file of one measurement.
+    """File with one measurement.
 
     Args:
         folder: folder within the user's cache.
-        identity: text of all that the measurement depends on, besides the machine and the code.
-        most_bytes: size from which a file is damaged.
+        identity: everything that the measurement depends on besides machine and code, as text.
+        most_bytes: maximum size of a valid file.
     """
 
     def __init__(self, folder: str, identity: str, most_bytes: int) -> None:
@@ -43,7 +43,7 @@ class RememberedFile:
         self._most_bytes = most_bytes
 
     def read_values(self) -> Any:
-        """Return the values written before; None without a valid file."""
+        """Return the values of an earlier process; None without a valid file."""
         try:
             content = json.loads(read_text(self._file, self._most_bytes))
             if content["checksum"] != self._checksum(content["values"]):
@@ -53,7 +53,7 @@ class RememberedFile:
             return None
         except (OSError, RuntimeError, ValueError, KeyError, TypeError, RecursionError) as error:
             logger.debug(
-                "cannot use the measurement in %s/%s.json (%s: %s); measuring again",
+                "cannot read the measurement in %s/%s.json (%s: %s); measuring again",
                 self._folder,
                 self._digest,
                 type(error).__name__,
@@ -62,10 +62,10 @@ class RememberedFile:
             return None
 
     def write_values(self, values: Any) -> None:
-        """Write a file that only its owner can read; without a writable folder, do nothing.
+        """Write a file that only its owner can read; do nothing without a writable folder.
 
         Args:
-            values: objects of JSON.
+            values: JSON-serializable values.
         """
         content = {"values": values, "checksum": self._checksum(values)}
         with suppress(RuntimeError):  # no home folder
@@ -82,7 +82,7 @@ class RememberedFile:
 
 @cache
 def _code() -> str:
-    """Return the identity of the machine, the libraries, and penstock's own files."""
+    """Return text that identifies the machine, the libraries, and penstock's source files."""
     root = Path(__file__).parents[2]
     files = [(file, file.stat()) for file in sorted(root.rglob("*.py"))]
     ours = [

@@ -1,4 +1,4 @@
-"""Key centers and scales in the user's cache folder, for the next start with the same weights."""
+"""Key centers and scales in the user's cache folder, reused at the next start."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ MOST_FILE_BYTES = 20_000_000
 def remembered_scales(
     identity: str, measure: Callable[[], tuple[Scales, ...]]
 ) -> tuple[Scales, ...]:
-    """Return the scales of each layer's key channels measured before, or measure them.
+    """Return the scales of each layer's key channels from the cache, or measure them.
 
     Args:
-        identity: text of all that they depend on, besides the machine and the code.
+        identity: everything that they depend on besides machine and code, as text.
     """
     file = RememberedFile("scales", identity, MOST_FILE_BYTES)
     values = file.read_values()
@@ -39,10 +39,10 @@ def remembered_scales(
 def remembered_centers(
     identity: str, measure: Callable[[], Mapping[int, KeyCenters]]
 ) -> dict[int, KeyCenters]:
-    """Return the key centers by layer measured before, or measure them.
+    """Return the key centers by layer from the cache, or measure them.
 
     Args:
-        identity: text of all that they depend on, besides the machine and the code.
+        identity: everything that they depend on besides machine and code, as text.
     """
     file = RememberedFile("centers", identity, MOST_FILE_BYTES)
     values = file.read_values()

@@ -1,4 +1,4 @@
-"""Measured step peaks in the user's cache folder, for the next start with the same model."""
+"""Measured step peaks in the user's cache folder, reused at the next start."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ MOST_FILE_BYTES = 10_000
 
 
 class RememberedPeaks(RememberedFile):
-    """The file of a model's peaks.
+    """File with the step peaks of a model.
 
     Args:
-        identity: text of all that the peaks depend on, besides the machine and the code.
+        identity: everything that they depend on besides machine and code, as text.
     """
 
     def __init__(self, identity: str) -> None:
         super().__init__("steps", identity, MOST_FILE_BYTES)
 
     def read(self) -> StepPeaks | None:
-        """Return the peaks measured before; None without a valid file."""
+        """Return the peaks of an earlier process; None without a valid file."""
         values = self.read_values()
         return None if values is None else StepPeaks(**values)
 
     def write(self, peaks: StepPeaks) -> None:
-        """Write a file that only its owner can read; without a writable folder, do nothing."""
+        """Write a file that only its owner can read; do nothing without a writable folder."""
         self.write_values(asdict(peaks))

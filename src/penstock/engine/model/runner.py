@@ -1,13 +1,15 @@
 """Forward passes of the model over cached spans, tails and states.
 
-Used by the thread that owns the arrays; independent of requests, the prefix tree and limits.
+Used by the thread that owns the arrays; knows no requests, prefix tree or limits.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -21,7 +23,7 @@ from penstock.attention.attention_backend import (
 from penstock.attention.attention_plan import DecodeRow
 from penstock.attention.chunk_reads import ChunkReads, mixed_reads
 from penstock.attention.joined_reads import JoinedReads
-from penstock.attention.reads import decode_reads
+from penstock.attention.reads import DecodeReads, decode_reads
 from penstock.attention.selection.selection import READ_ALL
 from penstock.attention.span_attention import ALL_TOKENS, AttentionWindow
 from penstock.engine.model.model_probe import Way, step_token_bytes, try_model, weight_bytes
@@ -44,16 +46,23 @@ from penstock.kv.states import (
 from penstock.kv.tails import LayerShape, Tails, token_bytes
 from penstock.models import mlx_lm as seam
 from penstock.models.arguments import positions, query_heads
-from penstock.models.layer_seams import attach, decoding, logits_of, without_logits
+from penstock.models.layer_seams import (
+    adapted,
+    attach,
+    decoding,
+    logits_behind,
+    logits_of,
+    without_logits,
+)
 
 SCALES_SEED = "penstock scales"
 SCALES_CHUNKS = 4
-"""Number of calibration chunks at distant positions, because RoPE moves constants between
+"""Number of calibration chunks at distant positions, because RoPE moves constant values between
 channels."""
 SCALES_POSITIONS = 256
 """Range of calibration positions if the model's context length is unknown."""
 SCALES_CHUNK = 64
-"""Tokens of each of them: a scale is a power of two, of channels eight times as large."""
+"""Tokens per calibration chunk; few suffice, since scales are coarse powers of two."""
 NO_ARGUMENTS: Mapping[str, Any] = {}
 
 
@@ -61,6 +70,27 @@ NO_ARGUMENTS: Mapping[str, Any] = {}
 class PrefillOutput:
     segment: Segment
     states: States
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """Prompt tokens of one sequence, computed in a pass with those of other sequences."""
+
+    tokens: Sequence[int]
+    parts: Sequence[KVSpan]
+    """Earlier spans that the tokens attend to."""
+    position: int
+    """Position of the first token."""
+    skipped: int | None = None
+    """Number of first tokens whose logits are not needed; None means all."""
+    adapter: int = 0
+    """Number of the sequence's adapter."""
+
+    @property
+    def logit_rows(self) -> range:
+        """Indices of the tokens whose logits are needed."""
+        count = len(self.tokens)
+        return range(count if self.skipped is None else self.skipped, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +107,22 @@ class DecodeOutput:
         return [array for states in states_by_id.values() for array in arrays(states)]
 
 
+@dataclass(frozen=True, slots=True)
+class MixedOutput:
+    decoded: DecodeOutput | None
+    """Output of the decode step; None without one."""
+    chunks: list[PrefillOutput]
+    logits: list[mx.array | None]
+    """Requested logits of each chunk, (n, vocabulary); None if none were requested."""
+
+
 class Runner:
     """Runs a model on cached spans, tails and states.
 
     Args:
         model: mlx-lm model, whose weights are evaluated here.
         max_kv_size: maximum number of tokens that a sequence attends to, including the kept ones.
-        keep: number of leading tokens never dropped.
+        keep: number of leading tokens that are never dropped.
         ranks: number of processes that share the model.
         kv_dtype: dtype of the stored keys and values; None for the model's own.
 
@@ -115,16 +154,16 @@ class Runner:
         self.shapes: tuple[LayerShape, ...] = ()
         self.attention_windows = list(
             self.layout.attention_windows
-        )  # unbounded while the model is tried
+        )  # unbounded during the self-test
         self._state_bytes = 0
         self.state_form = NO_STATES
         self.ways: AttentionWays = PlainOperations()
         self.selection = READ_ALL
+        """Selection of the tokens that decode steps attend to."""
         self.prompt_selection = READ_ALL
-        """Tokens that the queries of a prompt's chunks read."""
-        """Choice of the tokens that decode steps read of long sequences; None to read all."""
+        """Selection of the tokens that prompt chunks attend to."""
         self.most_joined = ALL_TOKENS
-        """Maximum number of tokens joined at once during prefill; more are read piece by piece."""
+        """Maximum number of tokens joined at once during prefill; more are read in pieces."""
         self.fitness, self.vocabulary_size = try_model(self, modules)
         if self.layout.compresses:  # the probe is shorter than windows and groups
             self._state_bytes = self.layout.compression.state_bytes
@@ -180,13 +219,13 @@ class Runner:
     def takes_several(self) -> bool:
         """Whether a decode step can process several tokens per row.
 
-        Joined keys are masked for a single token.
+        The masks of joined keys support only a single token.
         """
         return self.fitness.way == "shared"
 
     @property
     def keeps(self) -> list[str]:
-        """Return descriptions of facts that must agree on all ranks."""
+        """Descriptions of properties that must agree on all ranks."""
         return [
             f"{self.token_bytes} bytes a token, {self.state_bytes} of states",
             f"{self.shapes}",
@@ -203,7 +242,7 @@ class Runner:
     def drops(self) -> bool:
         """Whether sequences longer than the window drop tokens.
 
-        Models that derive positions from the number of cached tokens keep them all.
+        Models that derive positions from the number of cached tokens drop none.
         """
         return self.layout.drops and not self.layout.compresses and not self.fitness.whole
 
@@ -218,7 +257,7 @@ class Runner:
         return frozenset(number for number, window in windows if window.window is None)
 
     def indexed(self, segment: Segment, start: int) -> Segment:
-        """Return a segment that starts at `start`, with its key index if decode steps use one."""
+        """Return a segment with the index of its keys, if decode steps use one."""
         return self.selection.index.indexed(segment, start, self.device)
 
     def nearest(self, position: int) -> int:
@@ -233,15 +272,18 @@ class Runner:
         rows: Sequence[DecodeRow],
         tails: Tails,
         recurrent_states: Sequence[RecurrentState | None] = (),
+        lengths: Sequence[int] | None = None,
     ) -> DecodeOutput:
-        """Run a decode step over the new tokens of each row; nothing is evaluated yet.
+        """Build a decode step over the new tokens of each row, without evaluating it.
 
-        Evaluate the tails' buffers together with the output.
+        The caller evaluates the tails' buffers together with the output.
 
         Args:
-            tokens: new tokens of each row, equally many; one unless `takes_several`.
+            tokens: new tokens of each row, the same number in all; one unless `takes_several`.
             rows: rows in the order of `in_order`, with free columns in their tails.
             recurrent_states: states of the rows, if the model is recurrent.
+            lengths: number of tokens of each row that states take in, if `skips_padding`; None for
+                all of them.
         """
         tails.ready()
         if self.fitness.way == "joined":
@@ -263,11 +305,40 @@ class Runner:
             else None
         )
         caches, kept = self.layout.caches(decode_reads(step, self.attention_windows), states)
+        if lengths is not None:
+            for cache in kept:
+                cache.lengths = mx.array(list(lengths))  # one each, as a layer counts it down
         more = self._arguments(rows, len(tokens[0]))
-        with decoding(self.device):
+        with decoding(self.device), adapted([row.adapter for row in rows]):
             logits = self.model(mx.array([list(new) for new in tokens]), cache=caches, **more)
         left = unpinned(seam.states_of(kept))
         return DecodeOutput(logits, [RecurrentState(left, row) for row in range(len(rows))])
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the model has a multi-token head; its KV is that of the last layer."""
+        return hasattr(self.model, "predict")
+
+    def predict(
+        self, tokens: Sequence[int], hidden: mx.array, rows: Sequence[DecodeRow], tails: Tails
+    ) -> tuple[mx.array, mx.array]:
+        """Predict by the head what follows a token of each row; nothing is evaluated.
+
+        Returns logits, (rows, vocabulary), and the hidden states for the next call. The head's keys
+        and values are written into the rows' tails.
+
+        Args:
+            tokens: the next token of each row.
+            hidden: hidden states before these tokens, (rows, 1, width).
+            rows: rows in the order of `in_order`, with a free column in their tails.
+        """
+        tails.ready()
+        layer = len(self.attention_windows) - 1
+        step = self._decode_step(rows, tails, 1)
+        reads = DecodeReads(step, layer, self.attention_windows[layer])
+        with decoding(self.device), adapted([row.adapter for row in rows]):
+            logits, after = self.model.predict(mx.array(list(tokens))[:, None], hidden, reads)
+        return logits[:, 0], after
 
     def _decode_step(self, rows: Sequence[DecodeRow], tails: Tails, width: int) -> DecodeStep:
         ways = self.ways, self.selection, self.most_joined
@@ -275,53 +346,85 @@ class Runner:
 
     @property
     def mixes(self) -> bool:
-        """Whether running sequences and a prefill chunk are computed in one pass.
+        """Whether running sequences and prefill chunks are computed in one pass.
 
-        Layers that keep another dtype than they compute are packed, and computed in one job unless
-        they choose what they read: its memory follows from the tokens of a pass. In MLX's
-        operations both parts would be alive.
+        Layers with states or with selective attention require separate passes.
         """
+        fitness, layout = self.fitness, self.layout
+        by_token = fitness.way == "shared" and not (fitness.whole or layout.compresses)
         reads_all = not (self.selection.layers or self.prompt_selection.layers)
-        is_whole = self.ranks == 1 and not self._passes_on
-        return self.kv_dtype is not None and self._spans is None and reads_all and is_whole
+        is_whole = self.ranks == 1 and not (self._passes_on or self.is_recurrent)
+        return by_token and reads_all and is_whole and self._spans is None
+
+    @property
+    def mixes_exactly(self) -> bool:
+        """Whether a shared pass gives each sequence the same bits as a separate pass.
+
+        Packed layers do; MLX's matrix products do not.
+        """
+        return self.kv_dtype is not None
 
     def mixed(
         self,
         tokens: Sequence[Sequence[int]],
         rows: Sequence[DecodeRow],
         tails: Tails,
-        prompt: Sequence[int],
-        parts: Sequence[KVSpan],
-        position: int,
-    ) -> tuple[DecodeOutput, PrefillOutput]:
-        """Run a decode step and a prefill chunk in one pass, if `mixes`; the chunk is evaluated.
+        chunks: Sequence[PromptChunk],
+    ) -> MixedOutput:
+        """Run prefill chunks, and a decode step if there are rows, in one pass. Requires `mixes`.
+
+        Everything except the rows' logits and the tails is evaluated.
 
         Args:
             tokens: new tokens of each row, see `decode`.
             rows: see `decode`.
-            prompt: tokens of the chunk.
-            parts: spans that the chunk attends to.
-            position: position of the chunk's first token.
+            chunks: chunks of different sequences.
         """
-        tails.ready()
-        width = len(tokens[0])
-        chunk = [
-            r for r in self._chunk_reads(parts, position, "shared") if isinstance(r, ChunkReads)
-        ]
+        width = len(tokens[0]) if rows else 0
+        reads = [self._mixed_chunk(chunk) for chunk in chunks]
+        parts: list[Sequence[DecodeReads] | Sequence[ChunkReads]] = [*reads]
+        sizes = [(1, len(chunk.tokens)) for chunk in chunks]
         starts = [(row.position, width) for row in rows]
-        positions = [
-            place
-            for start, count in (*starts, (position, len(prompt)))
-            for place in range(start, start + count)
-        ]
-        decode = decode_reads(self._decode_step(rows, tails, width), self.attention_windows)
-        caches, _ = self.layout.caches(mixed_reads(decode, chunk, positions), None)
-        new = [[token] for token in (*(token for row in tokens for token in row), *prompt)]
-        count = width * len(rows)
-        with decoding(self.device), logits_of(count):
-            logits = self.model(mx.array(new), cache=caches)[:count]
-        logits = logits.reshape(len(rows), width, -1)
-        return DecodeOutput(logits, []), self._left(chunk, [], len(prompt), position)
+        starts += [(chunk.position, len(chunk.tokens)) for chunk in chunks]
+        positions = [place for start, n in starts for place in range(start, start + n)]
+        if rows:
+            tails.ready()
+            step = self._decode_step(rows, tails, width)
+            parts.insert(0, decode_reads(step, self.attention_windows))
+            sizes.insert(0, (len(rows), width))
+        caches, _ = self.layout.caches(mixed_reads(parts, sizes, positions), None)
+        decoded = width * len(rows)
+        new = [token for row in tokens for token in row]
+        adapters = [row.adapter for row in rows for _ in range(width)]
+        needed, ends = list(range(decoded)), [decoded]
+        for chunk in chunks:
+            needed += [len(new) + row for row in chunk.logit_rows]
+            ends.append(len(needed))
+            new += chunk.tokens
+            adapters += [chunk.adapter] * len(chunk.tokens)
+        products = decoding(self.device) if rows else nullcontext()
+        with products, logits_of(needed), adapted(adapters):
+            logits: mx.array = self.model(mx.array(new)[:, None], cache=caches)[:, 0]
+        if 0 < len(needed) < len(logits):  # the model has computed all logits
+            logits = logits[mx.array(needed)]
+        # An empty slice would keep its inputs alive.
+        by_chunk = [logits[start:end] if start < end else None for start, end in pairwise(ends)]
+        mx.eval([part for part in by_chunk if part is not None])
+        by_row = logits[:decoded].reshape(len(rows), width, -1) if rows else None
+        return MixedOutput(
+            None if by_row is None else DecodeOutput(by_row, []),
+            [
+                self._left(of_chunk, [], len(chunk.tokens), chunk.position)
+                for of_chunk, chunk in zip(reads, chunks, strict=True)
+            ],
+            by_chunk,
+        )
+
+    def _mixed_chunk(self, chunk: PromptChunk) -> list[ChunkReads]:
+        """Return the readers of a chunk, one per layer."""
+        whole = bool(chunk.logit_rows)
+        reads = self._chunk_reads(chunk.parts, chunk.position, "shared", read_whole=whole)
+        return [of_layer for of_layer in reads if isinstance(of_layer, ChunkReads)]
 
     def prefill(
         self,
@@ -332,15 +435,18 @@ class Runner:
         arguments: Mapping[str, Any] = NO_ARGUMENTS,
         *,
         choose: bool = False,
+        adapter: int = 0,
     ) -> PrefillOutput:
         """Prefill tokens of one sequence.
 
         Args:
             arguments: further arguments of the model.
-            choose: whether they may read a part of the tokens before them.
+            choose: whether the tokens may attend to a selection of those before them.
+            adapter: number of the sequence's adapter.
         """
         where = tokens, parts, position, recurrent_state, self.fitness.way
-        return self.chunk(*where, arguments=arguments, choose=choose)
+        with adapted([adapter]):
+            return self.chunk(*where, arguments=arguments, choose=choose)
 
     def read(
         self,
@@ -349,11 +455,21 @@ class Runner:
         position: int,
         recurrent_state: RecurrentState | None = None,
         reads: Sequence[ChunkReads] | None = None,
+        *,
+        skipped: int = 0,
+        adapter: int = 0,
     ) -> tuple[mx.array, PrefillOutput]:
-        """Prefill tokens, and also return the logits after each, (n, vocabulary)."""
+        """Prefill tokens, and return also the logits after each of them, (n, vocabulary).
+
+        Args:
+            skipped: number of first tokens whose logits are omitted.
+            adapter: number of the sequence's adapter.
+        """
         readers = reads or self._chunk_reads(parts, position, self.fitness.way, read_whole=True)
         caches, kept = self.layout.caches(readers, _row(recurrent_state), position)
-        logits: mx.array = self.model(mx.array([list(tokens)]), cache=caches)[0]
+        with logits_behind(skipped), adapted([adapter]):
+            logits: mx.array = self.model(mx.array([list(tokens)]), cache=caches)[0]
+        logits = logits[len(logits) - len(tokens) + skipped :]
         mx.eval(logits)
         return logits, self._left(readers, kept, len(tokens), position)
 
@@ -361,7 +477,7 @@ class Runner:
         """Return the best scales for the key channels of each layer (`codecs.scales`).
 
         Computed from the magnitudes of keys and queries on a fixed sequence of tokens. Empty for
-        models that compute attention themselves, because their queries are not accessible.
+        models whose own attention is used, because their queries are not accessible.
         """
         if self.fitness.way == "joined":
             return ()
@@ -380,7 +496,7 @@ class Runner:
         piece_tokens: int,
         squares: Sequence[Squares] = (),
     ) -> list[Segment]:
-        """Prefill a sequence without cached tokens, piece by piece; return the segments."""
+        """Prefill a sequence without a cached prefix, in chunks of `piece_tokens`."""
         spans: list[KVSpan] = []
         recurrent_state = self.fresh_state()
         for offset in range(0, len(tokens), piece_tokens):
@@ -402,13 +518,13 @@ class Runner:
         arguments: Mapping[str, Any] = NO_ARGUMENTS,
         choose: bool = False,
     ) -> PrefillOutput:
-        """Prefill tokens of one sequence on an attention path; `prefill` uses the tested one."""
+        """Prefill tokens of one sequence on a given attention path; see `prefill`."""
         reads = self._chunk_reads(parts, position, way, choose=choose)
         for cache, into in zip(reads, squares, strict=bool(squares)):
             assert isinstance(cache, ChunkReads)
             cache.squares = into
         caches, kept = self.layout.caches(reads, _row(recurrent_state), position)
-        # Its logits are not kept, which would keep all that they are computed from.
+        # The logits are dropped: they would keep their inputs alive.
         with without_logits():
             self.model(mx.array([list(tokens)]), cache=caches, **arguments)
         return self._left(reads, kept, len(tokens), position)
@@ -425,7 +541,7 @@ class Runner:
         """Return one reader per layer; `read_whole` if all logits are needed."""
         if way == "joined":
             return self._joined_reads(parts, position, None)
-        # What the last layer attends to is read by the logits alone, or by states behind it.
+        # The last layer's attention is needed only for logits, or for states of later layers.
         eager = read_whole or self.is_recurrent or self._passes_on
         last = -1 if eager else len(self.attention_windows) - 1
         plans: dict[Hashable, Any] = {}
@@ -461,7 +577,9 @@ class Runner:
                 raise ModelError(f"layer {cache.layer} did not cache anything")
             layers.append((cache.keys, cache.values))
         mx.eval(layers)
-        segment = self.indexed(Segment(tuple(layers), length=tokens), position)
+        index = tuple(of.index if isinstance(of, ChunkReads) else None for of in reads)
+        index = index if any(index) else ()
+        segment = self.indexed(Segment(tuple(layers), length=tokens, index=index), position)
         return PrefillOutput(segment, copied(states))
 
     def _joined_reads(
@@ -480,12 +598,13 @@ class Runner:
     ) -> tuple[mx.array, States]:
         reads = self._joined_reads(row.parts, row.position, (tails, row.slot, row.tail))
         caches, kept = self.layout.caches(reads, _row(recurrent_state), row.position)
-        logits = self.last_logits([[token]], caches, self._arguments([row], 1))
+        with adapted([row.adapter]):
+            logits = self.last_logits([[token]], caches, self._arguments([row], 1))
         if not self.layout.compresses:
-            if seam.is_stage(self.model):  # what goes to and fro keeps the rows' order
+            if seam.is_stage(self.model):  # stages exchange rows in order
                 mx.eval(logits)
             return logits, unpinned(seam.states_of(kept))
-        mx.eval(logits)  # the rows of one sequence at a time
+        mx.eval(logits)  # one sequence at a time, to bound memory
         return logits, copied(seam.states_of(kept))
 
     def fresh_state(self) -> RecurrentState:
@@ -503,7 +622,7 @@ class Runner:
         return logits
 
     def _arguments(self, rows: Sequence[DecodeRow], width: int) -> Mapping[str, Any]:
-        """Return further arguments of the model for a step of rows, where positions are shifted."""
+        """Return the model's further arguments for a decode step with shifted positions."""
         if self._spans is None or not any(row.shift for row in rows):
             return NO_ARGUMENTS
         positions = [row.position + row.shift for row in rows]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import mlx.core as mx
-
-from penstock.attention.selection.choice_blocks import ASKING, BLOCK_TOKENS
 from penstock.engine.model.figures import ChoiceFigures, ModelFigures
 from penstock.engine.model.runner import Runner
+from penstock.models.adapters import adapters_of
 
 
 def figures_of(runner: Runner) -> ModelFigures:
@@ -23,6 +21,7 @@ def figures_of(runner: Runner) -> ModelFigures:
         is_recurrent=runner.is_recurrent,
         vocabulary_size=runner.vocabulary_size,
         context_tokens=runner.context_tokens,
+        adapters=adapters_of(runner.model).names,
     )
 
 
@@ -32,21 +31,21 @@ def _choice(runner: Runner) -> ChoiceFigures:
     index, memory = runner.selection.index, runner.device.memory
     step_bytes = index.piece_bytes(runner.shapes)
     step_bytes += index.read_bytes(runner.shapes, runner.heads, memory.code_bytes)
-    score_bytes = max(_score_bytes(runner, layer) for layer in index.layers)
-    blocks = 2 * mx.float32.size * runner.heads // BLOCK_TOKENS  # their scores, in two halves
+    score_bytes = [_score_bytes(runner, layer) for layer in index.layers]
     return ChoiceFigures(
         tokens=runner.selection.tokens,
         layers=index.layers,
         index_token_bytes=runner.index_token_bytes,
         step_bytes=step_bytes,
-        score_token_bytes=score_bytes,
+        score_token_bytes=max(step for step, _ in score_bytes),
         prompt_tokens=runner.prompt_selection.tokens,
-        prompt_score_token_bytes=len(ASKING) * (score_bytes + blocks + 1),
+        prompt_score_token_bytes=max(chunk for _, chunk in score_bytes),
     )
 
 
-def _score_bytes(runner: Runner, layer: int) -> int:
-    """Return the bytes per token of a sequence while a layer's index is scored."""
+def _score_bytes(runner: Runner, layer: int) -> tuple[int, int]:
+    """Return the bytes per token of a sequence while a step, or a chunk, scores a layer's index."""
     shape, selection = runner.shapes[layer], runner.selection
     reader = runner.device.choice_reader(selection, shape.key_dim, shape.value_dim)
-    return reader.score_bytes(runner.heads, shape.kv_heads)
+    heads = runner.heads, shape.kv_heads
+    return reader.score_bytes(*heads), reader.chunk_score_bytes(*heads)

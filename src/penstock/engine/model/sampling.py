@@ -1,8 +1,8 @@
 """Sampling: grammar masks, logit bias, penalties, filters and seeded draws, row by row.
 
-The filters are mlx-lm's (`mlx_lm.sample_utils`), in its order; the draws are not: each has a
-key of its own, made from the seed, the choice and the token's number. No generator is shared,
-so a sequence's tokens do not depend on the others in the batch.
+The filters are those of `mlx_lm.sample_utils`, in the same order. Unlike there, each draw has its
+own random key, made from the seed, the choice and the token's index. No generator is shared, so a
+sequence's tokens do not depend on others in the batch.
 
 Nothing here keeps an array between calls: MLX binds lazy arrays to the thread that made them.
 """
@@ -39,13 +39,13 @@ __all__ = [
 ]
 
 NUCLEUS_TOKENS = 4096
-"""Likeliest tokens searched first for top-p. Of 151,936 tokens, finding and sorting these takes
-1 ms on a CPU, sorting all 11 ms."""
+"""Number of likeliest tokens searched first for top-p. Of 151,936 tokens, selecting and sorting
+these takes 1 ms on a CPU; sorting all takes 11 ms."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """One token; its log-probability and the likeliest tokens' if requested."""
+    """A sampled token, with its log-probability and the likeliest tokens' if requested."""
 
     token: int
     logprob: float | None = None
@@ -63,7 +63,7 @@ class Rule(Protocol):
     def accept(self, token: int) -> bool: ...
 
     def forced(self) -> list[int]:
-        """Return the only tokens that may come next; empty if there is a choice."""
+        """Return the tokens that must come next; empty if there is a choice."""
 
     def allowed_tokens(self, tokens: Sequence[int]) -> int:
         """Return the number of allowed leading tokens of a proposal."""
@@ -94,11 +94,11 @@ NO_RULE = NoRule()
 
 
 class TokenSampler:
-    """Samples the tokens of one answer; owned by the thread that computes the logits.
+    """Samples the tokens of one answer. Used only by the thread that computes the logits.
 
     Args:
-        sampling: sampling parameters; without a seed, one is drawn here. Choices of a request share
-            the seed of `Sampling.with_seed()`.
+        sampling: sampling parameters; without a seed, one is drawn. Answers of one request must
+            share the seed of `Sampling.with_seed()`.
         prompt_tokens: all tokens of the prompt, cached or not.
         choice: index of the answer; part of the random key.
         vocabulary_size: vocabulary of the model, to check `logit_bias` here; None to check it in
@@ -130,7 +130,7 @@ class TokenSampler:
     def choose(self, logits: mx.array, generated: Sequence[int]) -> SampledToken:
         """Sample the token after `generated`, from logits (vocabulary,) of any float dtype.
 
-        From call to call `generated` only grows, or is truncated.
+        Between calls, `generated` may only be extended or truncated.
 
         Raises:
             SettingError: `logit_bias` names a token beyond the logits.
@@ -178,7 +178,7 @@ class TokenSampler:
         return mx.where(mx.array(self.constraint.allowed(logits.size)), logits, -math.inf)
 
     def _draft(self, logits: mx.array, generated: Sequence[int], *, sure: bool = False) -> _Draft:
-        """Prepare sampling without evaluating it; `sure` is slower but always exact."""
+        """Build the sampling graph without evaluating it; `sure` is slower but always exact."""
         sampling = self.sampling
         raw = logits.astype(mx.float32)
         scores = self.penalized(self._allowed(raw), generated)
@@ -213,13 +213,13 @@ class TokenSampler:
 
 
 def greedy_only(samplers: Sequence[TokenSampler]) -> bool:
-    """Return whether `likeliest` alone samples all of these rows."""
+    """Return whether argmax (`likeliest`) suffices to sample all rows."""
     return all(sampler.plain for sampler in samplers)
 
 
 @dataclass(frozen=True, slots=True)
 class Likeliest:
-    """Largest logit of each row and its index, perhaps not evaluated yet."""
+    """Largest logit of each row and its index, possibly not evaluated yet."""
 
     tokens: mx.array
     """(B,) uint32."""
@@ -236,9 +236,9 @@ class Likeliest:
 
 
 def likeliest(logits: mx.array) -> Likeliest:
-    """Prepare greedy sampling of all rows, to be evaluated together with other arrays.
+    """Build greedy sampling of all rows of logits (B, vocabulary), without evaluating it.
 
-    logits: (B, vocabulary). `mx.eval(best.tokens, best.values, ...)`, then `best.read()`.
+    Evaluate `tokens` and `values` of the result together with other arrays, then call `read`.
     """
     tokens = mx.argmax(logits, axis=-1)
     values = mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0].astype(mx.float32)
@@ -248,7 +248,7 @@ def likeliest(logits: mx.array) -> Likeliest:
 def sample_all(
     logits: mx.array, samplers: Sequence[TokenSampler], generated: Sequence[Sequence[int]]
 ) -> list[SampledToken | Exception]:
-    """Sample a token for every row of logits (B, vocabulary); a row's error takes its place.
+    """Sample a token for each row of logits (B, vocabulary), or return the row's error.
 
     Plain rows cost a single argmax and `mx.eval`. Errors in computing the logits are raised.
     """
@@ -265,7 +265,7 @@ def sample_all(
             continue
         try:
             drafts[row] = sampler._draft(logits[row], generated[row])
-        except Exception as error:  # noqa: BLE001 - a boundary: it ends this row's answer alone
+        except Exception as error:  # noqa: BLE001 - fails only this row's answer
             chosen[row] = without_frames(error)
     computed = _computed(drafts.values())
     for row, draft in drafts.items():
@@ -274,16 +274,15 @@ def sample_all(
                 chosen[row] = samplers[row]._read(draft, logits[row], generated[row])
             else:
                 chosen[row] = samplers[row].choose(logits[row], generated[row])
-        except Exception as error:  # noqa: BLE001 - a boundary, as above
+        except Exception as error:  # noqa: BLE001 - as above
             chosen[row] = without_frames(error)
     return chosen
 
 
 def without_frames(error: Exception) -> Exception:
-    """Return the error with its traceback as a note, not as frames.
+    """Return the error with its traceback as a note instead of frames.
 
-    Frames keep their local variables: a kept error would keep the step's arrays, which are in no
-    ledger.
+    Frames keep local variables alive, and so the step's arrays, which the ledger does not count.
     """
     if error.__traceback__ is not None:
         error.add_note("".join(traceback.format_exception(error)))
@@ -326,9 +325,9 @@ def apply_top_k(logprobs: mx.array, top_k: int) -> mx.array:
 def _filtered(
     scores: mx.array, sampling: Sampling, *, sure: bool
 ) -> tuple[mx.array, mx.array | None]:
-    """Set excluded tokens to -inf; return also whether top-p saw enough, if in doubt.
+    """Set excluded tokens to -inf; return also whether top-p saw enough tokens, None if certain.
 
-    scores: (vocabulary,) float32 of at most 0, log-probabilities but for a constant.
+    scores: (vocabulary,) float32, at most 0: log-probabilities up to a constant.
     """
     enough = None
     if sampling.top_p < 1.0 and (sure or scores.size <= NUCLEUS_TOKENS):
@@ -361,7 +360,7 @@ class _Draft:
     token: mx.array
     value: mx.array
     enough: mx.array | None = None
-    """Whether top-p ended among the tokens considered."""
+    """Whether the tokens considered for top-p sufficed; None if all were considered."""
     logprob: mx.array | None = None
     top_tokens: mx.array | None = None
     top_logprobs: mx.array | None = None
@@ -387,7 +386,7 @@ class _Draft:
 
 
 class _Occurrences:
-    """Counts of each token among the last `window` of `before` and the answer, kept up to date."""
+    """Counts of each token in the last `window` tokens of `before` and the answer."""
 
     def __init__(self, before: Sequence[int], window: int | None) -> None:
         self._before = before
@@ -432,14 +431,14 @@ def _check_bias(bias: dict[int, float], size: int) -> None:
 
 
 def _computed(drafts: Iterable[_Draft]) -> bool:
-    """Compute the drafts, all at once; return whether all could be.
+    """Evaluate all drafts together; return whether that succeeded.
 
-    If not, none of them may be read. After a failed `mx.eval`, arrays of its graph count as
-    computed and hold old contents of the memory.
+    If not, none of them may be read: after a failed `mx.eval`, arrays of its graph count as
+    computed, but hold stale memory.
     """
     try:
         mx.eval([draft.arrays for draft in drafts])
-    except Exception:  # noqa: BLE001 - raised again by the row it belongs to, made anew and alone
+    except Exception:  # noqa: BLE001 - raised again when rows are computed one by one
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""Prompt-lookup speculation across sequences of one tenant. Pure: no MLX arrays.
+"""Prompt-lookup speculation across sequences of one tenant; no MLX arrays.
 
     propose ──> append the sequence's new tokens to its page ──> continuation elsewhere
 
@@ -21,7 +21,7 @@ from penstock.engine.model.proposals import (
 )
 
 SHARED_TEXT_TOKENS = 131_072
-"""Number of most recent tokens kept over all sequences."""
+"""Number of most recent tokens stored, over all sequences."""
 PAGE_TOKENS = 256
 """Number of tokens in a page, which one sequence fills."""
 PAGE_BYTES = 4 * PAGE_TOKENS + 4 * 8
@@ -50,14 +50,14 @@ class SharedText:
 
         self._tokens = np.full(self._pages * PAGE_TOKENS, NONE, np.intc)
         self._writers, self._tenants = empty(), empty()
-        self._before, self._behind = empty(), empty()  # places of the next tokens beyond a page
+        self._before, self._behind = empty(), empty()  # places of the tokens next to a page
         self._next = 0
 
     def add(self, writer: TextWriter, tokens: Sequence[int]) -> None:
         done, total = 0, len(tokens)
         while done < total:
             if writer.page == NONE or self._writers[writer.page] != writer.id:
-                self._turn(writer, NONE)  # the first page, or one that was filled anew
+                self._turn(writer, NONE)  # it has no page, or its page was reused
             elif writer.used == PAGE_TOKENS:
                 self._turn(writer, writer.page)
             count = min(PAGE_TOKENS - writer.used, total - done)
@@ -67,7 +67,7 @@ class SharedText:
             done += count
 
     def find(self, writer: TextWriter, last: Sequence[int], limit: int) -> Proposal:
-        """Return the newest continuation of the longest match with `last` in other sequences."""
+        """Return the latest continuation of the longest match with `last` in other sequences."""
         ends = self._others(writer, np.flatnonzero(self._tokens == last[-1]))
         places, agreement = ends, 1
         for token in reversed(last[:-1]):
@@ -110,7 +110,7 @@ class SharedText:
     def _turn(self, writer: TextWriter, previous: int) -> None:
         page, self._next = self._next, (self._next + 1) % self._pages
         start = page * PAGE_TOKENS
-        # Pages beside it in its old text end there now.
+        # Unlink the reused page from its old neighbors.
         if self._before[page] != NONE:
             self._behind[self._before[page] // PAGE_TOKENS] = NONE
         if self._behind[page] != NONE:
@@ -127,7 +127,7 @@ class SharedText:
 
 
 class TextWriter:
-    """Write position of one sequence in the shared text; `id` from 0, `tenant` is a number."""
+    """Write position of one sequence in the shared text."""
 
     __slots__ = ("id", "page", "tenant", "used")
 

@@ -1,11 +1,12 @@
-"""Inputs of a sequence other than tokens: embeddings of spans, and positions behind them.
+"""Model inputs of a sequence other than tokens: embeddings of spans, and shifted positions.
 
-    enqueue ──> positions, in a thread of their own
-        plan    ──> embeddings of the spans in the next chunk: kept, or computed in the worker
+    enqueue ──> positions, computed on a thread of their own
+        plan    ──> embeddings of the spans in the next chunk: cached, or computed by a worker
             run     ──> arguments of the model for the chunk
 
-The engine's thread never computes embeddings. A sequence waits for them, and the others go on.
-Embeddings are kept in the ledger after use, and evicted by the seconds that they took per byte.
+The engine's thread never computes embeddings. A sequence waits for them while others continue.
+Embeddings stay cached after use, in the ledger; those that were computed fastest per byte are
+evicted first.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from penstock.models.input_spans import (
 )
 
 SHARE = 16
-"""Divisor of the memory limit that gives the most bytes of embeddings that nobody waits for."""
+"""Divisor of the memory limit for cached embeddings that are not in use."""
 MOST_FAULTS = 64
-"""Maximum number of failures kept until their request asks."""
+"""Maximum number of errors stored until their request fetches them."""
 WAIT_SECONDS = 0.01
 NO_ARGUMENTS: Mapping[str, Any] = {}
 
@@ -43,36 +44,36 @@ class TokenTree(Protocol):
     ledger: Ledger
 
     def make_room(self, nbytes: int) -> bool:
-        """Evict nodes until `nbytes` are free; False, evicting none, if that is impossible."""
+        """Evict nodes until `nbytes` are free; return False and evict none if impossible."""
 
 
 class Inputs(Protocol):
-    """What the model gets for the tokens of one sequence."""
+    """Model inputs for the tokens of one sequence."""
 
     @property
     def shift(self) -> int:
-        """Position of the next token in the model, less the number of tokens before it."""
+        """Position of the next token in the model minus the number of tokens before it."""
 
     @property
     def positioned(self) -> bool:
-        """Whether `shift` is known; it takes the worker a moment."""
+        """Whether `shift` is known; a worker computes it."""
 
     @property
     def holds(self) -> bool:
-        """Whether it keeps memory that others could use."""
+        """Whether the sequence holds embeddings, whose memory others could use."""
 
     def tokens(self, known: Sequence[int], start: int, end: int) -> Sequence[int]:
-        """Return the tokens from `start` to `end`, where `known` has words of keys."""
+        """Return the tokens `start..end - 1`, replacing the placeholders in `known`."""
 
     def ready(self, start: int, end: int) -> bool:
-        """Return whether these tokens can be computed now, and see to it that they will be."""
+        """Return whether the inputs of the tokens `start..end - 1` are ready; else request them."""
 
     def arguments(self, tokens: Sequence[int], start: int) -> Mapping[str, Any]: ...
     def release(self) -> None: ...
 
 
 class TokenInputs:
-    """Inputs of a sequence that has nothing but tokens."""
+    """Inputs of a sequence with only tokens."""
 
     shift = 0
     positioned = True
@@ -109,11 +110,11 @@ class _Job:
 
 
 class SpanFeatures:
-    """Embeddings of spans by key. Owned by the engine's thread; a worker computes them.
+    """Cache of embeddings by span key. Owned by the engine's thread; a worker computes them.
 
     Args:
-        reader: the model's side; None if the model takes tokens alone.
-        tree: prefix tree, which makes room, and takes these bytes back when memory is short.
+        reader: computes embeddings and positions; None if the model accepts only tokens.
+        tree: prefix tree, which makes room for embeddings, and evicts them if memory is short.
     """
 
     def __init__(self, reader: SpanReader | None, tree: TokenTree) -> None:
@@ -128,24 +129,24 @@ class SpanFeatures:
         self._workers: dict[str, ThreadPoolExecutor] = {}
         self._waiting: set[Future[Any]] = set()
         self.shortage: LedgerFull | None = None
-        """Last refusal for lack of memory; None before one."""
+        """Latest error for lack of memory; None if there was none."""
         self.embedded = 0
         """Number of spans whose embeddings were computed."""
 
     # ---- of requests
 
     def inputs_of(self, request: Request) -> list[Inputs]:
-        """Return the inputs of each answer; SettingError if the model cannot have such spans."""
+        """Return the inputs of each answer; raises SettingError if the model supports no spans."""
         if not request.spans:
             return [TOKENS_ONLY] * request.n
         if self._reader is None:
-            raise SettingError("this model takes tokens alone, and the request has other inputs")
+            raise SettingError("this model accepts only tokens, and the request has other inputs")
         reader = self._reader
         positions = self._submit("positions", reader.positions, request.prompt, request.spans)
         return [SpanInputs(self, request, positions) for _ in range(request.n)]
 
     def _submit(self, what: str, call: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Call in one of two threads: positions, which are quick, wait for no embeddings."""
+        """Run a call on one of two threads, so that quick positions do not wait for embeddings."""
         if what not in self._workers:
             self._workers[what] = ThreadPoolExecutor(1, thread_name_prefix=f"penstock-{what}")
         answer = self._workers[what].submit(_on_own_stream, call, *args)
@@ -153,7 +154,7 @@ class SpanFeatures:
         return answer
 
     def wait(self) -> bool:
-        """Wait a moment for a result; return False if none is to come."""
+        """Wait up to `WAIT_SECONDS` for a result; return False if none is pending."""
         if not self._waiting:
             return False
         wait(self._waiting, WAIT_SECONDS, "FIRST_COMPLETED")
@@ -162,10 +163,10 @@ class SpanFeatures:
     # ---- embeddings
 
     def take(self, span: InputSpan) -> SpanEmbeddings | None:
-        """Return a span's embeddings, which stay until `leave`; None if they are yet to come.
+        """Return a span's embeddings, in use until `leave`; None while they are being computed.
 
         Raises:
-            PenstockError: they cannot be computed.
+            PenstockError: the embeddings cannot be computed.
         """
         if (fault := self._faults.pop(span.key, None)) is not None:
             raise fault
@@ -201,7 +202,7 @@ class SpanFeatures:
         self._jobs[span.key] = _Job(answer, reserved)
 
     def collect(self) -> None:
-        """Keep what the worker has computed."""
+        """Cache the embeddings that the worker has finished."""
         self._waiting = {answer for answer in self._waiting if not answer.done()}
         for key, job in list(self._jobs.items()):
             if not job.answer.done():
@@ -209,10 +210,10 @@ class SpanFeatures:
             del self._jobs[key]
             try:
                 embeddings, seconds = job.answer.result()
-            # A boundary: a model's code may raise anything, and none of it may end the engine.
+            # The model's code may raise anything, which must not stop the engine.
             except Exception as error:  # noqa: BLE001
                 job.reserved.release()
-                if len(self._faults) == MOST_FAULTS:  # of requests that are gone, most likely
+                if len(self._faults) == MOST_FAULTS:  # the oldest request is probably gone
                     del self._faults[next(iter(self._faults))]
                 self._faults[key] = _fault(error)
                 continue
@@ -227,11 +228,11 @@ class SpanFeatures:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that can be given back; those in use count as well."""
+        """Bytes of the embeddings that can be evicted."""
         return sum(e.embeddings.nbytes for e in self._entries.values() if not e.users)
 
     def shrink(self, nbytes: int) -> int:
-        """Evict unused embeddings of least worth until `nbytes` are free; return those freed."""
+        """Evict the least valuable unused embeddings to free `nbytes`; return the bytes freed."""
         freed = 0
         unused = [(entry.worth, key) for key, entry in self._entries.items() if not entry.users]
         for worth, key in sorted(unused):
@@ -244,7 +245,7 @@ class SpanFeatures:
         return freed
 
     def recount(self) -> int:
-        """Return the bytes of all embeddings, and those set aside for the worker."""
+        """Return the bytes of all embeddings, and those reserved for the worker."""
         kept = sum(entry.embeddings.nbytes for entry in self._entries.values())
         return kept + sum(job.reserved.nbytes for job in self._jobs.values())
 
@@ -272,12 +273,12 @@ class SpanFeatures:
 
 
 def open_features(model: Any, tree: TokenTree, *, alone: bool) -> SpanFeatures:
-    """Return the embeddings of a model's spans: none if the engine has several ranks."""
+    """Create the cache of a model's embeddings; with several ranks, spans are not supported."""
     return SpanFeatures(span_reader(model) if alone else None, tree)
 
 
 class SpanInputs:
-    """Inputs of a sequence whose prompt has spans; see `Inputs`."""
+    """Inputs of a sequence whose prompt has spans of embeddings, such as images; see `Inputs`."""
 
     def __init__(
         self, features: SpanFeatures, request: Request, positions: Future[SpanPositions]
@@ -286,7 +287,7 @@ class SpanInputs:
         self._prompt = request.prompt
         self._spans = request.spans
         self._positions = positions
-        self._held: dict[int, SpanEmbeddings] = {}  # by the start of their span
+        self._held: dict[int, SpanEmbeddings] = {}  # by start of the span
 
     @property
     def shift(self) -> int:

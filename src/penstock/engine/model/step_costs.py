@@ -1,4 +1,4 @@
-"""Measured times of decode steps, and the most profitable number of proposed tokens. Pure."""
+"""Measured times of decode steps, and the number of proposed tokens with the best throughput."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ WIDTHS = (1, 2, 4, 8, 16)
 SAMPLES = 9
 """Number of steps whose median time is used."""
 LEAST_SAMPLES = 3
-"""Minimum number of steps before a time is known."""
+"""Minimum number of measured steps for a median."""
 DRAFT_PASS = -1
-"""Key under which passes of the draft model are recorded."""
+"""Key of the times of the draft model's passes."""
 FORGET_STEPS = 512
 """Number of steps after which an unused time expires, because contexts grow."""
 
@@ -34,7 +34,7 @@ class _WidthTimes:
 
     @property
     def median_seconds(self) -> float | None:
-        """Median time; None if there are too few."""
+        """Median time; None if too few steps were measured."""
         if self._median is None and len(self._seconds) >= LEAST_SAMPLES:
             self._median = median(self._seconds)
         return self._median
@@ -72,13 +72,13 @@ class StepCosts:
     def draft_ratio(self, rows: int, drafted_rows: int, tokens: int) -> float:
         """Return the time of drafting `tokens` tokens relative to a step without proposals.
 
-        It is 0 until both times have been measured.
+        0 until both times have been measured.
         """
         alone, drafting = self._seconds(rows, 0), self._seconds(drafted_rows, DRAFT_PASS)
         return 0.0 if alone is None or drafting is None else tokens * drafting / alone
 
     def saved_seconds(self, rows: int, speed: float) -> float:
-        """Return the seconds saved per token of each row at this relative speed."""
+        """Return the seconds saved per token of a row at the relative speed `speed`."""
         alone = self._seconds(rows, 0)
         return 0.0 if alone is None else alone * (1 - 1 / speed)
 
@@ -89,10 +89,10 @@ class StepCosts:
     def best(
         self, proposals: Sequence[tuple[int, float]], drafted_rows: int = 0
     ) -> tuple[int, float]:
-        """Return the best number of proposed tokens per row, and the relative speed with it.
+        """Return the best number of proposed tokens per row, and the resulting relative speed.
 
-        Speed is in tokens per row and step without proposals. A step is as wide as its widest row.
-        The number is 0 if proposals do not pay, or until a step with this number of rows and no
+        The speed is relative to a step without proposals. A step is as wide as its widest row. The
+        number is 0 if proposals are not worthwhile, or if no step with this number of rows and no
         proposals has been timed.
 
         Args:

@@ -1,10 +1,10 @@
 """Peak memory of a model's largest steps, measured once per process.
 
-The peak of the same step varies from run to run with the lag of MLX's threads, which MLX bounds: of
-60 runs of a small model's chunk the least took 0.99 MB and the largest 1.28, on an idle and on a
-busy machine alike. A real step reaches that, so the largest of several runs counts, and a smaller
-one that is measured later does not replace it. Measurements are cached: a second engine reserves
-the same bytes as the first, on the same model or on one loaded again.
+The peak of the same step varies between runs with the lag of MLX's threads, which MLX bounds: in 60
+runs of a small model's chunk, it was between 0.99 and 1.28 MB, on an idle and on a busy machine
+alike. A real step may reach the maximum, so the largest of several runs counts, and a smaller later
+measurement does not replace it. Measurements are cached: a second engine reserves the same bytes as
+the first, for the same model or one loaded again.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ MOST_FORMS = 1_000
 """Maximum number of cached measurements; the oldest are dropped."""
 
 REMEMBERED_SECONDS = 0.1
-"""Seconds of measuring from which the peaks are written for the next process."""
+"""Minimum duration of a measurement that is saved for later processes, in seconds."""
 
 _measured: dict[Hashable, StepPeaks] = {}
-"""Measurements by form of the model and run settings."""
+"""Measurements by shapes of the model and run settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPeaks:
-    """Peak bytes of steps, without weights and tails, and the prefill time."""
+    """Peak bytes of steps, excluding weights and tails, and the prefill time."""
 
     prefill: int
     """Bytes of the first chunk of a prompt."""
@@ -49,7 +49,7 @@ class StepPeaks:
 
 class PeaksFile(Protocol):
     def read(self) -> StepPeaks | None:
-        """Return the peaks in it; None if there are none."""
+        """Return the saved peaks; None if there are none."""
 
     def write(self, peaks: StepPeaks) -> None: ...
 
@@ -60,15 +60,15 @@ def measured_once(
     measure: Callable[[], StepPeaks],
     open_file: Callable[[str], PeaksFile] | None = None,
 ) -> StepPeaks:
-    """Return the peaks measured before of a model of this form that ran in the same way.
+    """Return the cached peaks of an equal model with equal settings, or measure them.
 
-    Measure them otherwise.
+    Models are equal if their settings and the shapes and dtypes of their weights are.
 
     Args:
-        model: mlx-lm model; its form is its settings and the shapes and dtypes of its weights.
+        model: mlx-lm model.
         run_as: everything else on which the peaks depend.
         measure: runs the steps.
-        open_file: opens the file of other processes' peaks by their identity; None without one.
+        open_file: opens the file of peaks with a given identity; None to use no files.
     """
     key = (_form(model), run_as)
     if key not in _measured:
@@ -91,9 +91,9 @@ def _peaks_of(file: PeaksFile | None, measure: Callable[[], StepPeaks]) -> StepP
 
 
 def _form(model: Any) -> tuple[type, bytes]:
-    """Return a model's class, and a digest of its settings, modules and forms of weights."""
+    """Return a model's class, and a digest of its settings, modules, and shapes of weights."""
     weights: Any = tree_flatten(model.parameters())
     forms = [(name, weight.shape, str(weight.dtype)) for name, weight in weights]
-    # Modules tell by their words how they multiply by weights that are outside of MLX's arrays.
+    # The repr of modules identifies weights that are not MLX arrays.
     words = repr((getattr(model, "args", None), forms, model))
     return type(model), sha256(words.encode()).digest()

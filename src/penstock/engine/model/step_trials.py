@@ -23,33 +23,33 @@ Reserve: TypeAlias = Callable[[int], AbstractContextManager[object]]
 ROUNDS = 12
 """Maximum measurements of a step; the largest counts."""
 RANK_ROUNDS = 3
-"""Measurements of a step with several ranks, which must all run it equally often."""
+"""Number of measurements with several ranks, which must all run a step equally often."""
 ROUNDS_SECONDS = 0.1
-"""Seconds of measuring after which a step is not repeated."""
+"""Total seconds of measuring after which a step is not repeated."""
 SURE_ROUNDS = 2
-"""Measurements from which the largest is taken as it is."""
+"""Number of measurements from which the largest is used without `UNREPEATED`."""
 UNREPEATED = 1.2
-"""Factor of the bytes of a step that was measured once, where larger ones follow from its growth:
-they vary by a quarter between runs, and what is reserved has `SLACK` besides."""
+"""Factor on the bytes of a step measured only once, if larger steps are extrapolated by growth:
+the bytes vary by a quarter between runs, and `SLACK` covers a part of that."""
 TRIAL_TOKENS = 8
-"""Tokens of the first trial chunk, from which time and bytes of a whole one are estimated."""
+"""Tokens of the first trial chunk, from which time and bytes of a whole chunk are estimated."""
 TRIAL_ROWS = 2
-"""Rows of the first trial step of decoding or sampling."""
+"""Rows of the first trial of a decode or sampling step."""
 TRIAL_SECONDS = 1.0
-"""Maximum seconds of half a trial chunk, beyond which a whole one does not run."""
+"""Maximum seconds of half a trial chunk; if it takes longer, the whole one is not run."""
 MOST_SECONDS = 5.0
-"""Maximum seconds of all measured steps, beside the first short runs of each. The bytes of a slower
-step are extrapolated from a shorter one, in proportion: they grow no faster than its tokens, except
-for the scores."""
+"""Maximum seconds of all measured steps, excluding the first short ones. The bytes of slower
+steps are extrapolated proportionally from shorter ones: they grow no faster than the number of
+tokens, except for the scores."""
 LEAST_SECONDS = 0.2
-"""The same limit for a small model: penstock alone starts in two seconds."""
+"""Minimum of this limit, for small models: penstock itself takes two seconds to start."""
 SECOND_WEIGHT_BYTES = 5_000_000_000
-"""Weight bytes per second of the limit: they load in ten seconds, and measuring takes a tenth."""
+"""Weight bytes per second of this limit: loading them takes ten seconds, measuring a tenth."""
 ROOM = 2
-"""Factor of the extrapolated bytes that must be free: they may be too many, and what is reserved
-for other parts of a step is not counted yet."""
+"""Factor on the extrapolated bytes that must be free: they may be overestimated, and other
+reservations of a step are not counted yet."""
 SLOPE = 2
-"""Factor of the growth between two measured steps, where larger ones are extrapolated by it."""
+"""Factor on the growth between two measured steps in extrapolations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class MeasuredStep:
     seconds: float
     small_size: int = 0
     small_bytes: int = 0
-    """Bytes of the smallest measured step; 0 if they grow in proportion."""
+    """Bytes of the smallest measured step; 0 to extrapolate proportionally."""
 
     @classmethod
     def of(cls, step: _Reached, small: _Reached | None) -> MeasuredStep:
@@ -68,7 +68,7 @@ class MeasuredStep:
         return cls(step.size, step.nbytes, step.seconds, small.size, small.nbytes)
 
     def scaled(self, size: int) -> int:
-        """Return the bytes of a larger step, extrapolated from above."""
+        """Return an upper estimate of the bytes of a larger step."""
         whole = -(-self.nbytes * size // self.size)
         if not self.small_bytes or self.small_size == self.size:
             return whole
@@ -85,9 +85,9 @@ class StepTrials:
         alone: whether this is the only process. Ranks wait for each other within a step, so
             all must run the same steps.
         seconds: maximum expected seconds of all steps together; see `trial_seconds`.
-        kinds: number of kinds of steps, which share the seconds evenly; one leaves what it does
-            not need to those behind it.
-        clock: clock of these seconds. Processor time does not depend on other processes.
+        kinds: number of kinds of steps, which share the seconds evenly; unused seconds go to later
+            kinds.
+        clock: clock for these seconds, such as processor time, which other processes do not affect.
     """
 
     def __init__(
@@ -120,12 +120,13 @@ class StepTrials:
     ) -> MeasuredStep:
         """Measure a step of `size` tokens or rows, or the largest that the time allows.
 
-        The time limit is exceeded where the extrapolated bytes are not free, but the measured ones
-        may be.
+        The time limit is exceeded if the extrapolated bytes are not free, since the actual bytes
+        may be fewer.
 
         Args:
             unit_bytes: approximate bytes per token or row.
-            first: size of the first step, beside its half; with `constant`, beside a quarter.
+            first: size of the first trial, after a trial of half its size, or a quarter if
+                `constant`.
             beside: constant bytes of every step, excluded from the result.
             scores: bytes that do not grow linearly, by size; 0 by default.
             constant: whether steps have further constant bytes. A larger step is then
@@ -160,13 +161,13 @@ class StepTrials:
             if last == size:
                 _announce(step.seconds * size / step.size)
             following, expected = last, int(SLACK * step.nbytes * last / step.size) + scores(last)
-            if beside + expected > self._free():  # it may take less: a line or a power tells
+            if beside + expected > self._free():  # estimated by growth, it may fit
                 following = min(2 * step.size, last)
                 expected = int(SLACK * step.grown(following))
             with self._reserve(beside + expected):
                 step = self._ran(run, following, beside, step)
         if step.size < size:
-            logger.info("extrapolating the largest steps from size %d to %d", step.size, size)
+            logger.info("extrapolating the memory of a step from size %d to %d", step.size, size)
         taken, seconds, rounds, ran = step.nbytes, step.seconds, 1, step.seconds
         while rounds < ROUNDS and ran < ROUNDS_SECONDS and step.spent <= self._left - others:
             with self._reserve(beside + taken):
@@ -186,7 +187,7 @@ class StepTrials:
         return _Reached(size, max(1, taken - beside), seconds, spent, step.size, step.nbytes)
 
     def _run(self, run: Callable[[], object]) -> tuple[int, float, float]:
-        """Run a step once; return its bytes, its seconds and those on the trials' clock."""
+        """Run a step once; return its bytes, its seconds, and the seconds on the trials' clock."""
         began = self._clock()
         taken, seconds = peak_of(run, rounds=1)
         spent = self._clock() - began
@@ -196,7 +197,7 @@ class StepTrials:
 
 @dataclass(frozen=True, slots=True)
 class _Reached:
-    """The largest step so far, and the one before it."""
+    """The largest step so far, and the size and bytes of the one before it."""
 
     size: int = 0
     nbytes: int = 0
@@ -206,7 +207,7 @@ class _Reached:
     less: int = 0
 
     def grown(self, size: int) -> float:
-        """Estimate the bytes of a larger step, on a line or a power through the last two."""
+        """Estimate the bytes of a larger step by a line or power law through the last two."""
         steps = (size - self.size) / (self.size - self.lower)
         power = log2(size / self.size) / log2(self.size / self.lower) if self.less else 0.0
         line = self.nbytes + (self.nbytes - self.less) * steps
@@ -214,13 +215,13 @@ class _Reached:
 
 
 def trial_seconds(weight_bytes: int) -> float:
-    """Return about a tenth of the seconds in which weights are loaded, within bounds."""
+    """Return the seconds for all trials: about a tenth of the time to load the weights."""
     return min(MOST_SECONDS, max(LEAST_SECONDS, weight_bytes / SECOND_WEIGHT_BYTES))
 
 
 def _announce(seconds: float) -> None:
     if seconds > 1:
-        logger.info("measuring the largest steps, for about %.0f s", seconds)
+        logger.info("measuring the memory of the largest steps, for about %.0f s", seconds)
 
 
 def _fitting(reached: int, seconds: float, size: int, left: float) -> int:

@@ -14,7 +14,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer(Protocol):
-    """Interface of mlx-lm's streaming detokenizers; each answer has its own copy."""
+    """Interface of mlx-lm's streaming detokenizers. Each answer has its own copy."""
 
     def add_token(self, token: int) -> None: ...
     def finalize(self) -> None: ...
@@ -41,9 +41,9 @@ class NoText:
 class TextStream:
     """Text of one answer, emitted in pieces as soon as they are final.
 
-    The stop string completed first ends the text, the longest one on a tie; the text is cut before
-    it. The result does not depend on how the text is split into tokens. A possible start of a stop
-    string is held back until decided. Linear in the length of the text.
+    The stop string that is completed first, or the longest on a tie, ends the text, which is cut
+    before it. The result does not depend on how the text is split into tokens. Text that may be the
+    start of a stop string is held back. Takes time linear in the length of the text.
     """
 
     __slots__ = (
@@ -80,7 +80,7 @@ class TextStream:
         return self._stops is not None
 
     def push(self, token: int) -> str:
-        """Add a token; return the text now final. Empty after a stop."""
+        """Add a token; return the text that has become final. Empty after a stop."""
         if self.stopped is not None:
             return ""
         self._early_tokens = max(0, self._early_tokens - 1)
@@ -108,7 +108,7 @@ class TextStream:
         emitted = len(self._detokenizer.last_segment)
         whole = copy(self._detokenizer)
         whole.finalize()
-        # A character that is not whole yet is emitted with its other half, which is the text's.
+        # An incomplete last character is emitted with the token that completes it.
         self._known = len(whole.text.rstrip(REPLACEMENT)) - emitted
 
     def _new(self) -> str:
@@ -138,7 +138,7 @@ _ROOT = 0
 
 
 class _Stops:
-    """Finds several strings in one pass (Aho and Corasick 1975).
+    """Searches for several strings in one pass (Aho and Corasick 1975).
 
     A state is the longest suffix of the text that is a prefix of one of the strings.
     """

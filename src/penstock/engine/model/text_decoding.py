@@ -13,7 +13,7 @@ from penstock.engine.request import Request
 from penstock.models.byte_level import detokenizer_of
 
 TEXT_BEFORE_TOKENS = 16
-"""Number of last prompt tokens read for a continuation of the prompt's text."""
+"""Number of last prompt tokens needed to continue the prompt's text."""
 
 
 class TokensOnly:
@@ -30,7 +30,7 @@ class TokensOnly:
 
 
 class TextDecoding(TokensOnly):
-    """Answers with text, by mlx-lm's tokenizer wrapper."""
+    """Decodes answers with mlx-lm's tokenizer wrapper."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -64,5 +64,5 @@ class TextDecoding(TokensOnly):
 
 
 def text_of(tokenizer: Any) -> TokensOnly:
-    """Return the text decoding for mlx-lm's tokenizer wrapper; None gives tokens only."""
+    """Return the decoding for mlx-lm's tokenizer wrapper; if it is None, answers have no text."""
     return TokensOnly() if tokenizer is None else TextDecoding(tokenizer)

@@ -2,8 +2,8 @@
 
     line of JSON: grammar and limits ──> compiled in a fork with limits ──> line: bytes and time
 
-Only the forks use much memory. The process ends when its input closes, at the latest when
-`grammar_trials`, which started it, ends.
+Only the forks use much memory. The process ends when its input closes, at the latest with the
+process that started it (see `grammar_trials`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _forked(
     if fork == 0:
         try:
             os.close(reading)
-            _error(tokenizer, 'start: "a"', limits)  # it touches what any grammar does
+            _error(tokenizer, 'start: "a"', limits)  # warm-up, not counted
             before = _resident_bytes()
             _limit(seconds, nbytes)
             error = _error(tokenizer, grammar, limits)
@@ -75,7 +75,7 @@ def _limit(seconds: float, nbytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, seconds)
-    # Without Linux's figures, and where the limit is not kept, the bytes are compared at the end.
+    # Elsewhere, or if the system does not enforce the limit, the bytes are compared at the end.
     with suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         address_space = pages * resource.getpagesize() + nbytes
@@ -83,7 +83,7 @@ def _limit(seconds: float, nbytes: int) -> None:
 
 
 def _error(tokenizer: Any, grammar: str, limits: dict[str, Any]) -> str:
-    """Return why a grammar is invalid or matches nothing; empty if it is fine."""
+    """Return the reason why a grammar is invalid; empty if it is valid."""
     from llguidance import LLMatcher, LLParserLimits
 
     bounds = LLParserLimits(**limits)
@@ -91,7 +91,7 @@ def _error(tokenizer: Any, grammar: str, limits: dict[str, Any]) -> str:
     if wrong:
         return str(messages[0])
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=bounds)
-    # The tokens are not the model's: what it cannot say is found where that is known.
+    # These are not the model's tokens; `Grammars` checks those that the model lacks.
     if not matcher.is_error():
         matcher.compute_bitmask()
     return ""

@@ -1,7 +1,7 @@
-"""Verification of proposed tokens: the prefix that the sampler would generate is accepted.
+"""Verification of proposed tokens: those that the sampler would generate are accepted.
 
-A draw depends only on seed, choice and position. So the sampler chooses the same token from the
-same logits with and without proposals: the distribution is the model's, and seeded answers are
+A draw depends only on seed, choice and position, so the sampler chooses the same token from the
+same logits with and without proposals. The distribution remains the model's, and seeded answers are
 reproducible.
 """
 
@@ -20,10 +20,10 @@ Choice: TypeAlias = SampledToken | Exception
 def verified_greedy(
     chosen: Sequence[Choice], proposals: Sequence[Sequence[int]]
 ) -> list[list[SampledToken] | Exception]:
-    """Return each row's tokens up to the first not proposed.
+    """Return each row's tokens up to the first that was not proposed.
 
-    `chosen` has the argmax after each new token, row by row: one more per row than the longest
-    proposal.
+    `chosen` has the argmax after each new token, row by row; each row has one more than the longest
+    proposal has tokens.
     """
     width = 1 + max(map(len, proposals))
     return [
@@ -49,7 +49,7 @@ def verified(
     samplers: Sequence[TokenSampler],
     generated: Sequence[Sequence[int]],
 ) -> list[list[SampledToken] | Exception]:
-    """Sample each row's tokens up to the first not proposed.
+    """Sample each row's tokens up to the first that was not proposed.
 
     logits: (rows, width, vocabulary), evaluated.
     """
@@ -76,10 +76,10 @@ def _go_on(
             break
         before = [*generated, *(token.token for token in tokens)]
         try:
-            if ahead.accept(proposed):  # complete: nothing follows
+            if ahead.accept(proposed):  # the answer is complete
                 break
             tokens.append(ahead.choose(logits[index + 1], before))
-        # A boundary: the next step meets the error again, as one of its own.
+        # If the error persists, the next step raises it for its first token.
         except Exception as error:  # noqa: BLE001
             without_frames(error)
             break

@@ -1,1 +1,1 @@
-"""The engine's side of cold tiers: writes of blocks, and reads back."""
+"""The engine's side of cold tiers: writes blocks, and restores them."""

@@ -1,11 +1,11 @@
-"""Spilled blocks of keys and values: their places, a cache, checked reads.
+"""Spilled blocks of keys and values: their places, a cache, and verified reads.
 
-    hold ───> in the cache? ──no──> all others in one request: parts of records, in the order of
-              their bytes, neighbors together ──> checksums
+    hold ───> in the cache? ──no──> one request for the others: parts of records, in the order of
+              their bytes, neighbors merged ──> checksums
          ───> damaged, missing or late: the next tier, or `SpilledLost`
-    fetch ──> the same past the cache, for blocks read once
+    fetch ──> the same without the cache, for blocks that are read once
 
-A place is the number of a block of `BLOCK_TOKENS` in the spilled records.
+A place is the index of a block of `BLOCK_TOKENS` tokens, counted over all spilled records.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ from penstock.tiers.store import Store
 logger = logging.getLogger(__name__)
 
 LATE_SECONDS = 10.0
-"""Longest wait for blocks of a tier."""
+"""Timeout of a tier's read of blocks."""
 RECORD_BYTES = 400
 """Python overhead of one spilled record, in bytes."""
 STREAMED_COPIES = 6
-"""Copies of a piece read whole: as read, in order, and MLX's; in two lanes."""
+"""Copies of a streamed piece: as read, reordered, and in MLX; for two pieces at a time."""
 SIDES = ("keys", "values")
 Wanted: TypeAlias = dict[bytes, list[ArrayPart]]
 Parts: TypeAlias = dict[bytes, list[RawBlocks]]
 
 
 class ColdBlocks(BlockCache):
-    """Reads spilled blocks. Not thread-safe: the engine's thread.
+    """Reads spilled blocks. Not thread-safe: owned by the engine's thread.
 
-    The ledger counts the cache of `cached_tokens`, the places, and the buffers of reads; raises
+    Reserves memory for a cache of `cached_tokens`, for places and for read buffers; raises
     LedgerFull or NeverFits.
     """
 
@@ -112,7 +112,7 @@ class ColdBlocks(BlockCache):
         return shape.key_dim * token_bytes, shape.value_dim * token_bytes
 
     def _decoding_bytes(self) -> int:
-        """Return the bytes of the arrays of codes of a piece and head, and of their numbers."""
+        """Return the bytes of the buffers in which a codec decodes a piece of one head."""
         return max(
             (
                 int(codec.buffers * PIECE_TOKENS * mx.float32.size * dim)
@@ -145,7 +145,7 @@ class ColdBlocks(BlockCache):
         kept = {self._record(place) for place in places}
         for number in [number for number in self._keys if number not in kept]:
             key = self._keys.pop(number)
-            if self._numbers.get(key) == number:  # not lost, and perhaps spilled again
+            if self._numbers.get(key) == number:  # unless it was lost and then spilled again
                 del self._numbers[key]
         self._reserved.resize(self._fixed_bytes + RECORD_BYTES * len(self._keys))
 
@@ -157,7 +157,7 @@ class ColdBlocks(BlockCache):
                 self._numbers.pop(key, None)
 
     def drop(self, places: Collection[int]) -> None:
-        """Let the tiers drop records as damaged whose blocks differ from what was spilled."""
+        """Have the tiers drop, as damaged, records whose blocks differ from the spilled ones."""
         keys = {self._keys[number] for number in map(self._record, places)}
         self.forget(places)
         for tier in self._tiers:
@@ -168,7 +168,7 @@ class ColdBlocks(BlockCache):
         return (place & ~AT_REST) // self.record_blocks
 
     def stored(self, keys: Collection[bytes]) -> set[bytes]:
-        """Return which records have a place or are in a tier, with one lookup per tier."""
+        """Return the keys of records that have a place or are in a tier; one lookup per tier."""
         present, none = {key for key in keys if key in self._numbers}, list[bytes]()
         for tier in self._tiers:
             missing = [key for key in keys if key not in present]
@@ -188,7 +188,7 @@ class ColdBlocks(BlockCache):
     def hold(self, lists: Sequence[BlockPairs]) -> HeldPairs:
         pairs = BlockPairs.joined(lists)
         cache, split = self._caches[pairs.layer], self._sizes(pairs.layer)[0]
-        # Resting blocks have other numbers than those of their checksums.
+        # A quantized block has the checksum of its raw record, but other values.
         names = pairs.checksums ^ ((pairs.places & AT_REST) != 0).astype(np.uint64)[:, None]
         rows, memory, new = cache.find(names), [cache.room], 0
         lacking = np.flatnonzero(rows < 0)
@@ -219,7 +219,7 @@ class ColdBlocks(BlockCache):
         return raw
 
     def as_recorded(self, layer: int, side: int, places: Numbers) -> mx.array:
-        """Return the numbers of all heads in the tiers, unchecked, or raise SpilledLost."""
+        """Return the values of all heads from the tiers, unverified, or raise SpilledLost."""
         shape = self._shapes[layer]
         heads = np.repeat(np.arange(shape.kv_heads, dtype=np.int32), len(places))
         every = np.tile(places, shape.kv_heads)
@@ -237,7 +237,7 @@ class ColdBlocks(BlockCache):
         missing: list[_Slice] = []
         ends = dict.fromkeys((of.side for of in lists), 0)
         places = []
-        for side in ends:  # all lists of a side together: what they want may be neighbors
+        for side in ends:  # all lists of a side together, to merge neighbors
             blocks = BlockList.joined([of for of in lists if of.side == side])
             raw[side] = np.empty((len(blocks.places), self._sizes(blocks.layer)[side]), np.uint8)
             missing += self._slices(blocks, raw[side])
@@ -262,9 +262,9 @@ class ColdBlocks(BlockCache):
         return read
 
     def _rest(self, of: BlockList, raw: RawBlocks) -> None:
-        """Quantize and dequantize blocks at rest in place, so that they are read as quantized.
+        """Quantize and dequantize blocks that were spilled quantized, in place.
 
-        Blocks with values too large for the codec's scales are left as computed.
+        Blocks with values too large for the codec's scales stay as computed.
         """
         resting = (of.places & AT_REST) != 0
         codec = self._codecs[of.layer][of.side] if resting.any() else None
@@ -279,7 +279,7 @@ class ColdBlocks(BlockCache):
                 numbers = mx.array(raw[piece].reshape(-1)).view(dtype)
                 numbers = numbers.reshape(1, 1, -1, self._dims(of.layer)[of.side])
                 decoded = coder.encode(numbers, self.ops).dequantize(self.ops).astype(dtype)
-                if mx.isfinite(decoded).all():  # as numbers too large for scales stay in memory
+                if mx.isfinite(decoded).all():  # else the codec's scales overflow
                     raw[piece] = np.asarray(decoded.reshape(-1).view(mx.uint8)).reshape(
                         len(piece), -1
                     )
@@ -326,9 +326,9 @@ class ColdBlocks(BlockCache):
         answer = tier.tier.read_parts(parts)
         try:
             return answer.result(LATE_SECONDS)
-        # A boundary: an error of a store is as good as no answer; the blocks count as lost.
+        # After an error of the store, the blocks count as lost.
         except Exception as error:
-            error.__traceback__ = None  # the answer keeps it, and its frames the step's arrays
+            error.__traceback__ = None  # its frames would keep the step's arrays alive
             answer.cancel()
             name = type(error).__name__
             logger.warning("could not read spilled blocks (records: %d): %s", len(parts), name)
@@ -356,12 +356,12 @@ class _Slice(NamedTuple):
     part: ArrayPart
     places: list[int]
     checksums: list[int]
-    """Checksums of the blocks; none to take these unchecked."""
+    """Checksums of the blocks; empty to skip the verification."""
     raw: RawBlocks
     rows: NDArray[np.int64]
 
     def takes(self, data: RawBlocks) -> bool:
-        """Copy bytes to their rows if their checksums are right; else return False."""
+        """Copy the bytes to their rows; return False if a checksum is wrong."""
         blocks = data.reshape(len(self.rows), -1)
         if (
             self.checksums

@@ -1,10 +1,10 @@
-"""Ends of conversations on their way to a cold tier: they wait, since most continue soon.
+"""Queue of conversation ends to write to a cold tier; they wait, since most conversations continue.
 
-    note  ──> linger ──> the conversation continues: dropped, its next end lies behind it
+    note  ──> linger ──> the conversation continues: dropped, replaced by its next end
                     ├──> it does not for `LINGER_SECONDS`: written
-                    └──> its memory is needed, or the engine ends: written first
+                    └──> its memory is needed, or the engine stops: written first
 
-So a conversation has no record for every turn. Only chains, no KV.
+So not every turn of a conversation is written. Holds only block hashes, no KV.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from penstock.kv.segment import Segment
 from penstock.prefix.node import Node
 
 LINGER_SECONDS = 10.0
-"""Seconds that the end of a conversation waits for the next turn."""
+"""Seconds that a conversation's end waits for the next turn."""
 LAPSE_TOKENS = 2_048
-"""Tokens since the last written end after which the next is written in any case."""
+"""Number of tokens since the last written end after which the next end is always written."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConversationEnd:
-    """A position at which a conversation resumes if it continues."""
+    """Position at which a conversation resumes if it continues."""
 
     block_hashes: tuple[bytes, ...]
     root: bytes
     due_seconds: float
     written_blocks: int
-    """Blocks of the chain before the last written end."""
+    """Number of blocks of the chain before the last written end."""
     requested: bool = False
-    """Whether a prompt ended or diverged there, not a conversation: others may, too."""
+    """Whether a prompt ended or diverged here, as others may again."""
 
     def is_passed_by(self, block_hashes: Sequence[bytes]) -> bool:
         blocks = len(self.block_hashes)
@@ -45,7 +45,10 @@ class ConversationEnd:
 
 
 class ConversationEnds:
-    """The waiting ends, at most `most` with `most_blocks` together. The engine's thread."""
+    """Ends of conversations whose blocks wait to be offloaded: `max_ends`, `max_blocks` at most.
+
+    Engine thread only.
+    """
 
     def __init__(
         self,
@@ -71,9 +74,9 @@ class ConversationEnds:
     ) -> list[ConversationEnd]:
         """Queue an end; it replaces queued ends of its own prefixes unless they were requested.
 
-        Returns the ends that are written now: the last replaced one if the last written one is far
-        behind, and the oldest if there are too many. If `answered`, the end before the answer
-        stays, since a template may leave reasoning out of the next prompt.
+        Returns the ends to write now: the latest replaced one if the last written one is too long
+        ago, and the oldest ones if there are too many. If `answered`, the end before the answer
+        stays, since a template may omit reasoning from the next prompt.
         """
         chain = tuple(block_hashes)
         if chain in self:
@@ -92,7 +95,7 @@ class ConversationEnds:
         return due
 
     def drop_passed(self, block_hashes: Sequence[bytes]) -> None:
-        """Drop the ends of prefixes of a chain, requested ones as well."""
+        """Drop the ends of proper prefixes of a chain, including requested ones."""
         self._ends = [end for end in self._ends if not end.is_passed_by(block_hashes)]
 
     def take_due(self) -> list[ConversationEnd]:

@@ -1,10 +1,10 @@
-"""One cold tier of an engine: its reads, its speed, and the buffers of its thread.
+"""One cold tier of an engine: restores, measured speed, and buffers.
 
-    begin ──> memory of the future segments, filled by the tier's thread ──> committed
+    begin ──> memory of the future segments, filled by the tier's thread ──> take ──> committed
 
-`tier_writer` writes, `preload` reads ahead, `tier_group` decides which tier, and when. Nothing here
-waits for the store. Buffers used by the tier's thread stay in the ledger until it is done with
-them, also after a cancel.
+`tier_writer` writes, `preload` reads ahead, and `tier_group` chooses the tier. Nothing here waits
+for the store. Buffers used by the tier's thread stay in the ledger until it has finished, even
+after a cancel.
 """
 
 from __future__ import annotations
@@ -27,46 +27,46 @@ from penstock.tiers.host import RestoreBuffer, StateRestoreBuffer
 from penstock.tiers.worker import ColdTier, TierStats
 
 QUEUE_RECORDS = 2
-"""Copied records waiting to be written, unless written blocks leave memory."""
+"""Maximum number of copied records waiting to be written, unless KV is spilled."""
 FILE_RECORDS = 2
-"""Copies of a record while its file is written: the bytes, and the buffer behind them."""
+"""Number of copies of a record while its file is written: its bytes, and a buffer."""
 TOKEN_BYTES = 4
-"""Bytes of a token's number in the file."""
+"""Bytes of a token id in the file."""
 WORTH_WRITING = 2.0
-"""Ratio of computing to reading a record from which it is written after one use."""
+"""Ratio of the times to compute and read a record from which it is written after one use."""
 WORTH_READING = 2.0
-"""Ratio of computing to reading blocks from which they are read."""
+"""Minimum ratio of the times to compute and read blocks for them to be restored."""
 LEAST_PATIENCE_SECONDS = 0.25
 LOOK_SECONDS = 0.005
-"""Longest wait of an idle engine for a tier between two steps."""
+"""Maximum wait of an idle engine for a tier between two steps."""
 CLOSE_SECONDS = 30.0
-"""Longest wait for pending writes when the engine ends."""
+"""Maximum wait for pending writes when the engine closes."""
 
 
 @dataclass(eq=False, slots=True)
 class Restore:
-    """Consecutive blocks of a chain, or the checkpoint behind them, being read from a tier."""
+    """Consecutive blocks of a chain, or the checkpoint after them, being read from a tier."""
 
     first: int
-    """Number of blocks before them in the chain."""
+    """Number of blocks before these in the chain."""
     buffer: RestoreBuffer | StateRestoreBuffer
     answer: Future[int]
-    """Number of their records read, from the first on."""
+    """Future of the number of leading records that were read."""
     paid: Reservation
     tier: EngineTier
     blocks: int = 1
     cached_blocks: int = 0
-    """Blocks before them that are in the tree and read again, as part of the first record."""
+    """Number of blocks before `first` that are in the tree, but also in the first record."""
     cached_bytes: int = 0
     """Bytes of the buffers for the `cached_blocks`."""
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of the buffers without blocks in the tree."""
+        """Bytes of the buffers, excluding blocks in the tree."""
         return self.paid.nbytes - self.cached_bytes
 
     def segment(self, blocks: int, block_size: int) -> Segment:
-        """Return the first of these blocks, once they are read; a copy if there are others."""
+        """Return the first `blocks` of these blocks, once read; a copy unless they are all."""
         assert isinstance(self.buffer, RestoreBuffer)
         segment = self.buffer.segment()
         if blocks == self.blocks and not self.cached_blocks:
@@ -76,15 +76,15 @@ class Restore:
 
 
 class EngineTier:
-    """One of an engine's cold tiers. Not thread-safe: the engine's thread.
+    """One of an engine's cold tiers. Not thread-safe: owned by the engine's thread.
 
     Args:
         open_tier: opens the tier, given the maximum bytes queued for writing.
         in_place: whether files can be read into MLX's arrays.
         state_form: format of the recurrent layers' states; without arrays if the model has none.
         buffer_bytes: memory of the store itself, besides blocks being written.
-        queue_records: copied records that may wait to be written.
-        group: the ranks of the engine; an answer of a tier counts when all have it.
+        queue_records: maximum number of copied records that wait to be written.
+        group: process group of the ranks; a tier's answer counts once all ranks have it.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class EngineTier:
         tokens_bytes = TOKEN_BYTES * spans.blocks * prefixes.block_size
         self._most_record_bytes = forms.most_record_bytes + tokens_bytes
         copies = (queue_records + FILE_RECORDS) * self._most_record_bytes
-        copies += forms.converted_record_bytes  # of the one that is converted for its file
+        copies += forms.converted_record_bytes  # one record is converted for its file
         copies += (1 + FILE_RECORDS) * self.state_bytes + buffer_bytes
         ledger = prefixes.ledger
         self._buffers = ledger.reserve(Kind.BUFFERS, copies + PENDING_BYTES)
@@ -136,7 +136,7 @@ class EngineTier:
         return sum(restore.paid.nbytes for restore in (*self._restores, *self._left))
 
     def stats(self) -> TierStats:
-        """Return the tier's figures."""
+        """Return the tier's statistics."""
         stats = self.tier.stats()
         stats.dropped_blocks += self.writer.dropped_blocks
         return stats
@@ -153,7 +153,7 @@ class EngineTier:
         return bool(self._state_form.arrays)
 
     def saved_seconds(self, first: int, stop: int) -> float:
-        """Return the seconds saved by reading the blocks `first..stop - 1`; 0 if not worthwhile."""
+        """Return the seconds saved by restoring blocks `first..stop - 1`; 0 if not worthwhile."""
         if stop <= first:
             return 0.0
         ahead = sum(restore.paid.nbytes for restore in self._restores)
@@ -173,10 +173,10 @@ class EngineTier:
     # ---- reading
 
     def ask(self, block_hashes: Sequence[bytes], cached_blocks: int) -> Future[int]:
-        """Ask how many first blocks of a request's chain the tier has.
+        """Return a future of the number of leading blocks of a request's chain in the tier.
 
-        This counts as a use of the blocks, and lets the system read ahead those behind the first
-        `cached_blocks`. With recurrent layers the answer ends at the last checkpoint.
+        Counts as a use of the blocks, and lets the system read ahead those after the first
+        `cached_blocks`. With recurrent layers, only blocks up to the last checkpoint count.
         """
         states = self.has_states
         return self._group.answer(
@@ -188,10 +188,10 @@ class EngineTier:
     def begin(
         self, block_hashes: Sequence[bytes], first: int, reservation: Reservation
     ) -> list[Restore]:
-        """Begin to read the blocks of a chain from block `first` on, in several restores.
+        """Start reading the blocks of a chain from block `first` on, in several restores.
 
-        Returns none if there is no room for the blocks before `first` of the same record. The
-        sequence's reservation pays for them.
+        The sequence's reservation pays for them. Returns no restores if the preceding blocks of the
+        same record, which are read as well, do not fit in memory.
         """
         size, begun = self._prefixes.block_size, []
         for ends in self._runs(first, len(block_hashes)):
@@ -244,9 +244,9 @@ class EngineTier:
         return restore
 
     def take_states(self, restore: Restore) -> States | None:
-        """Return the states of a finished restore, if they were read.
+        """Return the states of a finished restore; None if they were not read.
 
-        Their bytes are released: the caller reserves them at once.
+        Their bytes are released; the caller must reserve them immediately.
         """
         self._restores.remove(restore)
         restore.paid.release()
@@ -257,7 +257,7 @@ class EngineTier:
     def take(self, restore: Restore, reservation: Reservation) -> int:
         """Return the number of blocks read by a restore, and transfer its reserved bytes.
 
-        Bytes of blocks already in the tree are released; the caller reserves them at once.
+        Bytes of blocks already in the tree are released; the caller must reserve them immediately.
         """
         assert isinstance(restore.buffer, RestoreBuffer)
         self._restores.remove(restore)
@@ -273,17 +273,17 @@ class EngineTier:
         return max(0, there - cached)
 
     def cancel(self, restore: Restore, reservation: Reservation) -> bool:
-        """Cancel a restore that has not begun and return its bytes; False if it has."""
+        """Cancel a restore and return its bytes; False if it has already started."""
         if not restore.answer.cancel():
             return False
         self._restores.remove(restore)
-        if isinstance(restore.buffer, RestoreBuffer):  # states are no part of the own
+        if isinstance(restore.buffer, RestoreBuffer):  # states were not paid for by it
             restore.paid.pass_on(reservation, restore.own_bytes)
         restore.paid.release()
         return True
 
     def leave(self, restore: Restore) -> None:
-        """Abandon a restore; its bytes are released as soon as the store is done with it."""
+        """Abandon a restore; its bytes are released once the store has finished it."""
         restore.answer.cancel()
         self._restores.remove(restore)
         self._left.append(restore)
@@ -308,13 +308,13 @@ class EngineTier:
         self.tier.close(max(1.0, until - time.monotonic()))
         for restore in list(self._restores):
             self.leave(restore)
-        if not self._left:  # else the disk hangs, and its thread holds what it reads into
+        if not self._left:  # else the disk hangs, and its thread still uses the buffers
             self._buffers.release()
 
     # ---- parts
 
     def _is_dear(self) -> bool:
-        """Return whether a record takes so long to compute that one use is enough to write it."""
+        """Return whether a record takes long enough to compute to be written after one use."""
         seconds = self.read_rate.seconds(self._most_record_bytes)
         return self._prefill_seconds(self._spans.blocks) > WORTH_WRITING * seconds
 

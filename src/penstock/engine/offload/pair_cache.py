@@ -1,7 +1,7 @@
-"""Cache of the last read spilled blocks of one layer: keys and values in pairs.
+"""LRU cache of spilled blocks of one layer, as pairs of keys and values.
 
-Checksums alone identify a pair, whatever its sequence, head or place. All memory is allocated at
-the start.
+Pairs are identified only by their checksums, whatever their sequence, head or place. All memory is
+allocated at the start.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from penstock.kv.codecs.spilled import Checksums, RawBlocks
 
 Slots: TypeAlias = NDArray[np.int64]
 SLOT_BYTES = 64
-"""Bytes of a pair beside its keys and values: checksums, request, name, and order of the names."""
+"""Bytes of a pair in addition to its keys and values: checksums, last request, name and order."""
 MIXER = np.uint64(0x9E3779B97F4A7C15)
-"""Odd factor of the second checksum in a name."""
+"""Odd factor of the second checksum in a pair's name."""
 FREE = -1
 
 
 class PairCache:
-    """Cache of key/value block pairs of one layer: `count` of `nbytes` each. Not thread-safe."""
+    """Cache of `count` key/value block pairs of `nbytes` each. Not thread-safe."""
 
     def __init__(self, count: int, nbytes: int) -> None:
         self.room = np.empty((count, nbytes), np.uint8)
@@ -42,7 +42,7 @@ class PairCache:
         return cached
 
     def find(self, checksums: Checksums) -> Slots:
-        """Begin a request: return the slots of pairs, -1 for missing ones.
+        """Start a request: return the slots of pairs, -1 for missing ones.
 
         `checksums` are those of keys and values, (pairs, 2).
         """
@@ -55,14 +55,14 @@ class PairCache:
         return np.where(cached, slots, -1)
 
     def make_room(self, count: int) -> Slots:
-        """Free up to `count` slots of the least recently requested pairs but this request's."""
+        """Free up to `count` slots of the least recently requested pairs, except this request's."""
         oldest = np.argsort(self._requests, kind="stable")[:count]
         slots = oldest[self._requests[oldest] < self._request]
         self._forget(slots)
         return slots
 
     def keep(self, slots: Slots, checksums: Checksums, raw: Sequence[RawBlocks]) -> None:
-        """Copy pairs to slots; `raw` are sides, (pairs, bytes) each, perhaps of more pairs."""
+        """Copy pairs to slots; `raw` has keys and values, (pairs or more, bytes) each."""
         start = 0
         for side in raw:
             self.room[slots, start : start + side.shape[1]] = side[: len(slots)]
@@ -78,10 +78,10 @@ class PairCache:
 
     def _forget(self, slots: Slots | slice) -> None:
         self._requests[slots] = FREE
-        self._checksums[slots] = 0  # a name that is still in order would hide the pair's next slot
+        self._checksums[slots] = 0  # an old name in `_names` must not match
 
 
 def _names(checksums: Checksums) -> NDArray[np.uint64]:
-    """Return a number for each pair; checksums distinguish pairs of one number."""
+    """Return a hash of each pair's checksums, which distinguish pairs with the same hash."""
     names: NDArray[np.uint64] = checksums[:, 0] + MIXER * checksums[:, 1]
     return names

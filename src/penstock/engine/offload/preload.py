@@ -1,4 +1,4 @@
-"""Reads ahead of all requests: the most valuable chains, from a cold tier into free memory."""
+"""Preloading: restores the most valuable chains of a cold tier into free memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.prefix.prefixes import Prefixes
 from penstock.tiers.host import RestoreBuffer
 
 PRELOAD_SECONDS = 60.0
-"""Longest wait for a chain read ahead of all requests."""
+"""Timeout of the restore of a chain."""
 
 
 class Capture(Protocol):
@@ -27,9 +27,9 @@ class Capture(Protocol):
 
 
 class Preloader:
-    """Reads the most valuable chains of a tier into free memory; evicts nothing for them.
+    """Restores the most valuable chains of a tier into free memory, evicting nothing.
 
-    With recurrent layers a chain ends at its last checkpoint, which is read too.
+    With recurrent layers, a chain ends at its last checkpoint, which is restored, too.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Preloader:
         return self._prefixes.tree.tokens - before
 
     def _read(self, block_hashes: Sequence[bytes]) -> None:
-        """Read the part of a chain missing in the tree, if there is room for all of it."""
+        """Restore the part of a chain that is missing in the tree, if all of it fits."""
         match, ledger = self._prefixes.match(block_hashes), self._prefixes.ledger
         first = match.tokens // self._prefixes.block_size
         missing = first < len(block_hashes)
@@ -76,9 +76,9 @@ class Preloader:
         start, stop = self._forms.spans.start(first), len(block_hashes)
         nbytes = self._forms.nbytes(first, stop)
         room = nbytes + self._prefixes.index_bytes(stop - first) + 2 * self._tier.state_bytes
-        if match.ends_inside:  # that node is cut in two, which takes a copy of it
+        if match.ends_inside:  # the node is split, which takes a copy of it
             room += match.path[-1].segment.nbytes
-        if start < first:  # in the tree, and read all the same; the others are copied out
+        if start < first:  # cached blocks of the record are read as well, and the others copied
             room += nbytes + 2 * self._forms.nbytes(start, first)
         return room
 

@@ -1,12 +1,12 @@
 """The cold tiers of an engine: lookups while a request waits, reads while others decode, writes.
 
-    enqueue ──> ask: how much of the chain has each tier? the system reads it ahead
+    enqueue ──> ask: number of leading blocks in each tier; the system reads them ahead
     step    ──> fastest: the tier to read from ──> EngineTier.begin ──> committed
-    commit    ──> note: these blocks are new ──> each tier writes them at its own pace
-    turn    ──> note_checkpoint ──> the states at its end, behind the blocks
+    commit    ──> note: new blocks ──> each tier writes them at its own pace
+    turn    ──> note_checkpoint ──> the states at its end are written after the blocks
 
 Nothing here waits for a tier, and no tier for another. A tier that does not answer in time counts
-as empty. Blocks restored from one tier go to the others when a request asks for them again.
+as empty. Blocks restored from one tier are written to the others when requested again.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from penstock.prefix.prefixes import Prefixes
 from penstock.tiers.worker import ColdTier, TierStats
 
 LATE_SECONDS = 0.1
-"""Longest wait for the other tiers, once one has answered."""
+"""Maximum wait for the other tiers after the first answer."""
 
 
 class TierLookup:
-    """A question to all tiers for one request: how many first blocks of a chain they have."""
+    """Lookup in all tiers for one request: the number of leading blocks of a chain in each."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class TierLookup:
         self._late_at = clock() + LATE_SECONDS
 
     def done(self) -> bool:
-        """Return whether there is nothing to wait for."""
+        """Return whether all tiers have answered, or waiting for the rest is not worthwhile."""
         blocks_by_tier = self.blocks_by_tier()
         if any(blocks == self._blocks for blocks in blocks_by_tier.values()):
             return True
@@ -74,7 +74,7 @@ class TierLookup:
         }
 
     def late(self) -> TierLookup | None:
-        """Return the unanswered part; None if all tiers have answered."""
+        """Return a lookup of the tiers that have not answered; None if all have."""
         answers = {tier: answer for tier, answer in self._answers.items() if not answer.done()}
         return TierLookup(answers, self._blocks, self._clock) if answers else None
 
@@ -131,7 +131,7 @@ class TierGroup:
     def fastest(
         self, blocks_by_tier: Mapping[EngineTier, int], first: int
     ) -> tuple[EngineTier, int] | None:
-        """Return the tier that saves most time beyond `first` blocks, and its blocks."""
+        """Return the tier that saves the most time, and its number of blocks; None if none does."""
         saved = {tier: tier.saved_seconds(first, n) for tier, n in blocks_by_tier.items()}
         tier = max(saved, key=lambda tier: saved[tier], default=None)
         if tier is None or not saved[tier]:
@@ -141,7 +141,7 @@ class TierGroup:
     # ---- reading
 
     def ask(self, block_hashes: Sequence[bytes]) -> TierLookup:
-        """Ask every tier how many first blocks of a request's chain it has."""
+        """Start a lookup of a request's chain in all tiers."""
         cached = self._prefixes.match(block_hashes).tokens // self._prefixes.block_size
         return TierLookup(
             {tier: tier.ask(block_hashes, cached) for tier in self}, len(block_hashes), self._clock
@@ -162,7 +162,7 @@ class TierGroup:
     def note(
         self, block_hashes: Sequence[bytes], root: bytes, first: int, *, seen: bool = False
     ) -> None:
-        """Note the blocks of a chain from `first` on as new; `seen` ones are always written."""
+        """Queue the blocks of a chain from `first` on to be written; see `TierWriter.note`."""
         for tier in self:
             tier.writer.note(block_hashes, root, first, seen=seen)
 
@@ -173,9 +173,9 @@ class TierGroup:
     def note_held(
         self, lookup: TierLookup, block_hashes: Sequence[bytes], root: bytes, cached_blocks: int
     ) -> None:
-        """Note a chain in the tree whose end a tier may lack; for late tiers when they answer.
+        """Queue the blocks of a cached chain that a tier lacks; for late tiers, when they answer.
 
-        The sequence resumes after `cached_blocks`, where a checkpoint may be.
+        The sequence resumes after `cached_blocks`; a checkpoint there is queued as well.
         """
         late = lookup.late()
         for tier, blocks in lookup.blocks_by_tier().items():
@@ -198,12 +198,12 @@ class TierGroup:
             tier.writer.note_checkpoint(block_hashes, root, seen=seen, answered=answered)
 
     def save(self, node: Node[Segment]) -> None:
-        """Write the ends of conversations that need a node about to be evicted."""
+        """Write the conversation ends that need a node before it is evicted."""
         for tier in self:
             tier.writer.save(node)
 
     def work(self, *, busy: bool) -> bool:
-        """Offer records, or wait for a tier unless `busy`; False if nothing is pending."""
+        """Offer records, or wait for a tier unless `busy`; return False if nothing is pending."""
         for late in [note for note in self._late if note[0].done()]:
             self._late.remove(late)
             self.note_held(*late)
@@ -218,14 +218,14 @@ class TierGroup:
         return bool(waited_for)
 
     def clear(self) -> dict[str, Future[int | None]]:
-        """Forget the noted blocks, and remove this model's blocks from unshared tiers."""
+        """Drop queued blocks, and remove this model's blocks from tiers that are not shared."""
         self._late.clear()
         for tier in self:
             tier.writer.forget()
         return {name: tier.tier.clear(all_models=False) for name, tier in self.tiers.items()}
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Wait until all noted blocks are written or dropped; return whether they are."""
+        """Wait until all queued blocks are written or dropped; return False on timeout."""
         until = time.monotonic() + timeout_seconds
         for tier in self:
             tier.write_all(until)
@@ -255,7 +255,7 @@ def open_tiers(
     state_form: StateForm = NO_STATES,
     group: ProcessGroup,
 ) -> TierGroup:
-    """Open the cold tiers of an engine's settings; see `EngineTier` for arguments and errors."""
+    """Open the configured cold tiers; see `EngineTier` for arguments and errors."""
     check_tiers(limits)
     named = [kind for kind in TIER_KINDS.values() if kind.is_named(limits)]
     if not named:
@@ -289,7 +289,7 @@ def open_tiers(
 
 
 def _records_a_step(limits: EngineSettings, spans: Spans) -> int:
-    """Return the records copied a step: all of a chunk, if written blocks leave memory."""
+    """Return the number of records copied per step: those of a whole chunk if KV is spilled."""
     if limits.active_kv_size is None:
         return 1
     return -(-limits.step_tokens // (spans.blocks * limits.block_size))

@@ -13,10 +13,10 @@ from penstock.tiers.store import Store
 
 @dataclass(frozen=True, slots=True)
 class TierContent:
-    """Description of the records of an engine in its cold tiers."""
+    """Description of an engine's records in its cold tiers."""
 
     fingerprint: str
-    """Identity of everything that must be equal for KV to be reusable, besides the tokens."""
+    """Identifies everything besides the tokens that must be equal for KV to be reusable."""
     spans: Spans
     record_bytes: int
 
@@ -24,30 +24,30 @@ class TierContent:
 @dataclass(frozen=True, slots=True)
 class StoreOpener:
     open: Callable[[], Store]
-    """Opener, called again after a fault; may raise `OSError` or `sqlite3.Error`."""
+    """Opens the store, also after an error; may raise `OSError` or `sqlite3.Error`."""
     name: str
     buffer_bytes: int = 0
-    """Memory of the store in bytes, besides blocks being written."""
+    """Memory of the store in bytes, excluding blocks being written."""
     tombstone: Tombstone | None = None
-    """Record of a pending deletion, kept across restarts; None if the store keeps none."""
+    """Persistent record of a pending `clear`; None if the store needs none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierKind:
     name: str
     setting: str
-    """Field of `EngineSettings` that names a tier of this kind; None for no tier."""
+    """Field of `EngineSettings` that enables a tier of this kind unless None."""
     where: str
-    """Place of its blocks, in words."""
+    """Location of the blocks, for messages."""
     metrics_prefix: str
-    """Prefix of its metrics, after `penstock_`."""
+    """Prefix of the tier's metrics, after `penstock_`."""
     check: Callable[[EngineSettings], None]
-    """Check of its settings before anything is opened; raises SettingError."""
+    """Checks the settings before anything is opened; raises SettingError."""
     address: Callable[[EngineSettings], str]
-    """Place and limits for people, without secrets."""
+    """Returns location and limits for display, without secrets."""
     opener: Callable[[EngineSettings, TierContent], StoreOpener]
     is_shared: bool = False
-    """Whether other servers use its blocks as well: `clear` leaves them."""
+    """Whether other servers use the blocks, too; `clear` then leaves them."""
 
     def is_named(self, limits: EngineSettings) -> bool:
         return getattr(limits, self.setting) is not None

@@ -1,9 +1,8 @@
-"""Kinds of cold tiers: the setting, the checks, the store and the texts of each.
+"""Kinds of cold tiers: setting, checks, store and texts of each.
 
-A further kind is a store (`tiers.store.Store`) in a file of its own, its settings in `config` with
-its name in `COLD_TIERS` there, and one line in `TIER_KINDS` here; `remote` is found as a plug-in.
-The command line, the banner, the metrics, the interfaces and the page read this list and
-`Stats.tiers`.
+To add a kind, write a store (`tiers.store.Store`), add its settings to `config` and the one that
+enables it to `COLD_TIERS` there, and add a line to `TIER_KINDS` here. `remote` is a plug-in. The
+command line, the banner, the metrics, the APIs and the page use this list and `Stats.tiers`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from penstock.tiers.disk.tombstone import Tombstone
 
 
 def check_tiers(limits: EngineSettings) -> None:
-    """Raise SettingError if a tier's limit is too small for anything, or its URL names no store."""
+    """Raise SettingError if a tier's limit is too small, its URL invalid, or a plug-in missing."""
     known = {kind.setting: kind for kind in TIER_KINDS.values()}
     for setting in limits.cold_tiers:
         if setting not in known:
@@ -69,4 +68,4 @@ DISK = TierKind(
 TIER_KINDS: dict[str, TierKind] = {
     kind.name: kind for kind in (DISK, extension("remote")) if kind is not None
 }
-"""All kinds by name, the nearest first."""
+"""All kinds by name, nearest first."""

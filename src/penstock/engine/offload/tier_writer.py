@@ -1,7 +1,7 @@
-"""Blocks that a cold tier will write: noted, copied and offered between two steps.
+"""Blocks to write to a cold tier: queued, copied and offered between two steps.
 
-    note     ──> these blocks are new ──> those of one record are copied ──> ColdTier.offer
-    note_end ──> a conversation may continue here ──> it lingers ──> its last blocks, its states
+    note     ──> new blocks ──> those of one record are copied ──> ColdTier.offer
+    note_end ──> a conversation may continue here ──> after a delay, its last blocks and states
 
 Nothing here waits for the store. `engine_tier` reads.
 """
@@ -28,15 +28,15 @@ from penstock.tiers.record import HostArray, Record
 from penstock.tiers.worker import ColdTier
 
 PENDING_HASHES = 16_384
-"""Maximum number of block hashes waiting to be written, if they are of several chains."""
+"""Maximum number of block hashes waiting to be written, unless of a single chain."""
 PENDING_TURNS = 64
-"""Maximum number of checkpoints waiting to be written, and of lingering conversation ends."""
+"""Maximum number of checkpoints waiting to be written, and of waiting conversation ends."""
 PENDING_HASH_BYTES = 80
 """Python overhead of one pending block hash."""
 LINGERING_HASH_BYTES = 8
-"""Bytes of a block hash in the chain of a lingering end: the tree has the hash itself."""
+"""Bytes of a block hash in a waiting conversation end: a reference to the tree's hash."""
 PENDING_BYTES = PENDING_HASHES * (PENDING_HASH_BYTES + LINGERING_HASH_BYTES)
-"""Bytes of the lists of pending blocks, and of ends."""
+"""Bytes of the lists of pending blocks and conversation ends."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class _Pending:
     root: bytes
     first: int
     ended: bool
-    """Whether the last blocks of the chain are written even as an incomplete record."""
+    """Whether the last blocks of the chain are written even if they do not fill a record."""
 
     def goes_on(self, block_hashes: Sequence[bytes], first: int) -> bool:
         end = len(self.block_hashes)
@@ -58,9 +58,9 @@ class _Pending:
 
 
 class TierWriter:
-    """The blocks and checkpoints that a cold tier lacks. Not thread-safe: the engine's thread.
+    """Queue of blocks and checkpoints to write. Not thread-safe: owned by the engine's thread.
 
-    `is_dear` returns whether a record takes so long to compute that one use is enough to write it.
+    `is_dear` returns whether a record takes long enough to compute to be written after one use.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class TierWriter:
             prefixes.block_size, PENDING_TURNS, clock, max_blocks=PENDING_HASHES
         )
         self.dropped_blocks = 0
-        """Blocks evicted before they were written."""
+        """Number of blocks evicted before they were written."""
 
     @property
     def has_pending(self) -> bool:
@@ -103,16 +103,16 @@ class TierWriter:
         seen: bool = False,
         ended: bool = False,
     ) -> None:
-        """Register blocks in the tree, from `first` on, to be written if the tier lacks them.
+        """Queue blocks in the tree, from `first` on, to be written if the tier lacks them.
 
-        `seen` ones were requested before. If the conversation `ended`, its last blocks are
-        written even as an incomplete record, until there is more of the chain.
+        Blocks not `seen` before are only written if they are expensive to compute. If the
+        conversation `ended`, its last blocks are written even if they do not fill a record.
         """
         if self._is_short(block_hashes) or not (seen or self._is_dear()):
             return
-        if not self._has_states:  # the record of the whole span has their blocks
+        if not self._has_states:  # full records include their blocks
             self._ends.drop_passed(block_hashes[: self._whole(block_hashes)])
-        if first < self._forms.least_blocks:  # it was too short when those were noted
+        if first < self._forms.least_blocks:  # the chain was too short before
             first = 0
         if first < self._whole(block_hashes):
             self._wait(block_hashes, root, first)
@@ -120,9 +120,9 @@ class TierWriter:
             self._linger(block_hashes, root, requested=seen)
 
     def note_end(self, block_hashes: Sequence[bytes], root: bytes, *, seen: bool = False) -> None:
-        """Register the end of a conversation after a chain passed to `note`.
+        """Queue the end of a conversation whose chain was passed to `note`.
 
-        Its last blocks are written even as an incomplete record, unless it continues soon.
+        Its last blocks are written even if they do not fill a record, unless it continues soon.
         """
         if not self._is_short(block_hashes) and (seen or self._is_dear()):
             self._linger(block_hashes, root)
@@ -135,7 +135,7 @@ class TierWriter:
         seen: bool = False,
         answered: bool = False,
     ) -> None:
-        """Register a checkpoint at the end of a chain, where a conversation resumes.
+        """Queue a checkpoint at the end of a chain, where a conversation resumes.
 
         It is written after the blocks, unless the conversation continues soon.
         """
@@ -145,7 +145,7 @@ class TierWriter:
             self._release(end)
 
     def offer_next(self) -> bool:
-        """Offer a copy of the next record or checkpoint, if the tier has room; return whether."""
+        """Offer a copy of the next record or checkpoint to the tier; False if none or no room."""
         if self._tier.is_off:
             self.forget()
         for end in self._ends.take_due():
@@ -170,7 +170,7 @@ class TierWriter:
         }
 
     def release_ends(self) -> None:
-        """Write all lingering ends as soon as the tier has room, without waiting longer."""
+        """Stop delaying conversation ends: write all of them as soon as the tier has room."""
         for end in self._ends.take_all():
             self._release(end)
 
@@ -193,7 +193,7 @@ class TierWriter:
     # ---- parts
 
     def _is_short(self, block_hashes: Sequence[bytes]) -> bool:
-        """Return whether a chain is raw in memory, though tiers store its blocks coded."""
+        """Return whether a chain is too short to be quantized, as tiers store blocks."""
         return len(block_hashes) < self._forms.least_blocks
 
     def _whole(self, block_hashes: Sequence[bytes]) -> int:
@@ -202,7 +202,7 @@ class TierWriter:
     def _linger(
         self, block_hashes: Sequence[bytes], root: bytes, *, requested: bool = False
     ) -> None:
-        """Delay writing the last blocks of a chain if they do not fill a record."""
+        """Queue the last blocks of a chain, delayed, if they do not fill a record."""
         if self._whole(block_hashes) < len(block_hashes):
             for end in self._ends.add(block_hashes, root, requested=requested):
                 self._release(end)
@@ -226,13 +226,13 @@ class TierWriter:
     ) -> None:
         first = self._spans.start(first)
         for pending in [entry for entry in self._pending if entry.goes_on(block_hashes, first)]:
-            if not (self._has_states and pending.ended):  # a checkpoint lies behind that record
+            if not (self._has_states and pending.ended):  # that record precedes a checkpoint
                 first = pending.first
                 self._drop(pending)
         entry = _Pending(tuple(block_hashes), root, first, ended)
         self._pending.appendleft(entry) if urgent else self._pending.append(entry)
         self._pending_hashes += len(block_hashes)
-        # One chain may be longer: the sequence whose tokens leave memory as they are written.
+        # A single chain may be longer: that of a sequence whose KV is spilled.
         while self._pending_hashes > PENDING_HASHES and len(self._pending) > 1:
             self._abandon(self._pending[0])
 
@@ -245,7 +245,7 @@ class TierWriter:
             self._drop(pending)
             return
         arrays = self._copied(block_hashes[:stop], first)
-        if arrays is None:  # nor would those behind it have a beginning
+        if arrays is None:  # later blocks would be useless without these
             self._abandon(pending)
             return
         self._tier.offer(
@@ -263,10 +263,10 @@ class TierWriter:
             self._drop(pending)
 
     def _copied(self, block_hashes: Sequence[bytes], first: int) -> dict[str, HostArray] | None:
-        """Return a copy of a chain's blocks from `first` on, in the codec of the tier.
+        """Return a copy of a chain's blocks from `first` on, in the tier's format.
 
-        Blocks in the tree that wait to be quantized are quantized here. None if not all are in the
-        tree, or MLX has no room for the codes.
+        Quantizes blocks that are not quantized yet. None if a block is not in the tree, or if MLX
+        is out of memory.
         """
         match, size = self._prefixes.match(block_hashes), self._prefixes.block_size
         start, stop = first * size, len(block_hashes) * size
@@ -278,7 +278,7 @@ class TierWriter:
             if node.end <= start:
                 continue
             piece = None
-            with suppress(MemoryError, RuntimeError):  # MLX found no room for the codes
+            with suppress(MemoryError, RuntimeError):  # MLX is out of memory
                 end = min(part.stop, len(node.tokens))
                 piece = self._forms.converted(node.segment.part(part.start, end), first)
             if piece is None:

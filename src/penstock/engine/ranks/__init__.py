@@ -1,1 +1,1 @@
-"""Execution of one engine on several processes in step."""
+"""Execution of one engine on several processes in lockstep."""

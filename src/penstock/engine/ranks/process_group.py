@@ -1,20 +1,20 @@
-"""One engine over several processes, which run the same steps and agree before each.
+"""One engine on several processes, which run the same steps and synchronize before each.
 
-A model may be divided among processes (`mlx_lm`'s `shard`), each with its part of every layer's
-weights, keys and values. Each process, a *rank*, has a core of its own, with scheduler, tree,
-ledger and cold tier. The cores stay equal: everything a core does follows from its commands, the
-time, and a few facts that one process knows. The ranks agree on these facts:
+A model may be sharded among processes (`mlx_lm`'s `shard`), each with its part of every layer's
+weights, keys and values. Each process, a *rank*, has its own core, with scheduler, tree, ledger and
+cold tier. The cores stay equal, because everything a core does is determined by its commands, the
+time, and a few local facts, on which the ranks agree:
 
     rank 0   enqueue, cancel, clear ──noted──┐
                                              │  begin: one exchange before each step
     rank 1   ────────────────────────────────┴─> the same commands, the same time
     ...
-    tokens                 rank 0 chooses for all
-    restored blocks        once every rank has them, and as many as the rank with the fewest
-    memory                 the rank with the least room decides for all
+    tokens                 sampled by rank 0
+    restored blocks        counted once every rank has them; the minimum of all ranks
+    memory                 the minimum of all ranks
 
-A rank that cannot compute a step ends, and with it the group: the others wait for it in the middle
-of a layer. `watch.Watch` makes sure that they do not wait for long.
+A rank that cannot compute a step exits, and so must the group: the others wait for it in the middle
+of a layer. `watch.Watch` ensures that they do not wait for long.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from penstock.engine.prefill_rate import RunningMean
 from penstock.errors import PenstockError, SettingError
 
 NUMBERS = 16
-"""Numbers of 64 bits that every rank sends in one exchange."""
+"""Number of 64-bit integers that every rank sends in one exchange."""
 INLINE_BYTES = 1_024
-"""Bytes of rank 0's message in the same exchange; the rest follows in a second one."""
+"""Bytes of rank 0's message sent in the same exchange; a second one sends the rest."""
 NAME_BYTES = 64
 PENDING, FAILED = -1, -2
-"""Numbers sent instead of a result: not ready yet, or failed."""
+"""Values sent instead of a result: not ready yet, or failed."""
 _HEAD = struct.Struct(f"<{NUMBERS + 1}q")
-"""Layout of the numbers, and of the digest of the exchange's subject."""
+"""Layout of the integers, and of a checksum of the exchange's name."""
 
 
 class RanksBroken(PenstockError, RuntimeError):
-    """The ranks of a group cannot continue together; the group has ended."""
+    """The ranks of a group cannot continue together, and the group must end."""
 
     status = 503
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command to rank 0 between two steps."""
+    """A command that rank 0 received between two steps."""
 
     name: str
     arguments: dict[str, Any]
@@ -64,7 +64,7 @@ class Command:
 
 
 class ProcessGroup:
-    """The processes of one engine, as its core sees them: here a single one."""
+    """Processes of one engine; this base class stands for a single process."""
 
     rank: int = 0
     size: int = 1
@@ -76,12 +76,12 @@ class ProcessGroup:
         return self._source()
 
     def note(self, name: str, **arguments: Any) -> None:
-        """Record a command of rank 0, before it is executed there."""
+        """Record a command on rank 0 for the other ranks, before it is executed."""
 
     def begin(self, state: Sequence[int], do: Callable[[Command], None]) -> None:
-        """Agree before a step: all other ranks execute the commands of rank 0 with `do`.
+        """Synchronize before a step: other ranks execute the commands of rank 0 with `do`.
 
-        Raises RanksBroken if their states, numbers after the last step, differ.
+        Raises RanksBroken if `state`, integers after the last step, differs between ranks.
         """
 
     def least(self, number: int) -> int:
@@ -91,26 +91,26 @@ class ProcessGroup:
         return number
 
     def chosen(self, local: Sequence[SampledToken | Exception]) -> list[SampledToken | Exception]:
-        """Return the token chosen by rank 0 for each row."""
+        """Return the token sampled by rank 0 for each row."""
         return list(local)
 
     def answer(self, local: Future[int]) -> Future[int]:
-        """Return the least of all ranks' answers, once every rank has its own."""
+        """Return a future of the minimum of all ranks' answers."""
         return local
 
     def mean(self, first: float) -> RunningMean:
-        """Return a running mean of rank 0's measurements, the same on all ranks."""
+        """Return a running mean of rank 0's measurements that is equal on all ranks."""
         return RunningMean(first)
 
     def fault(self, doing: str, error: Exception) -> None:
-        """Report a step that failed here; raises RanksBroken if other ranks wait for it."""
+        """Report that a step failed on this rank; raises RanksBroken if there are other ranks."""
 
     def check_equal(self, what: str, local: object) -> None:
-        """Raise SettingError on every rank unless a value is the same on all."""
+        """Raise SettingError on every rank unless `local` is equal on all."""
 
 
 class AgreedMean(RunningMean):
-    """A running mean that changes only between two steps, to rank 0's."""
+    """A running mean that is set to rank 0's value between two steps."""
 
     def __init__(self, first: float) -> None:
         super().__init__(first)
@@ -121,9 +121,10 @@ class AgreedMean(RunningMean):
 
 
 class RankGroup(ProcessGroup):
-    """The processes of an MLX group, each with a core over its part of one model.
+    """Processes of an MLX group, each with a core that runs its part of one model.
 
-    Used by the thread that owns the arrays, in the same order on every rank, by rank 0's clock.
+    Used by the thread that owns the arrays, with the same sequence of calls on every rank. All
+    ranks use rank 0's clock.
     """
 
     def __init__(
@@ -138,11 +139,11 @@ class RankGroup(ProcessGroup):
         self._answers: list[tuple[Future[int], Future[int]]] = []
         self._means: list[AgreedMean] = []
         self.names = self._gather_names()
-        """Names of the ranks for people: number and machine."""
+        """Names of the ranks for messages: number and machine."""
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, which decides."""
+        """Whether this is rank 0, which leads."""
         return self.rank == 0
 
     def clock(self) -> float:
@@ -159,7 +160,7 @@ class RankGroup(ProcessGroup):
         numbers = [digest, len(open_answers), *(_reading(local) for local, _ in open_answers)]
         rows, message = self._exchange("begin", numbers, self._words() if self.leads else b"")
         self._check_same([row[0] for row in rows], state)
-        # What rank 0 was asked since the last step the others have not asked for yet.
+        # Answers that rank 0 has awaited since the last step are not awaited by others yet.
         common = min(row[1] for row in rows)
         for column, (local, agreed) in enumerate(open_answers[:common], 2):
             seen = [row[column] for row in rows]
@@ -195,7 +196,7 @@ class RankGroup(ProcessGroup):
 
     def answer(self, local: Future[int]) -> Future[int]:
         agreed: Future[int] = Future()
-        agreed.set_running_or_notify_cancel()  # others wait for it, so it cannot be cancelled
+        agreed.set_running_or_notify_cancel()  # other ranks wait for it, so it cannot be cancelled
         self._answers.append((local, agreed))
         return agreed
 
@@ -260,7 +261,7 @@ class RankGroup(ProcessGroup):
     def _exchange(
         self, what: str, numbers: Sequence[int], message: bytes = b""
     ) -> tuple[list[tuple[int, ...]], bytes]:
-        """Send numbers to all ranks; return those of each, and rank 0's message."""
+        """Exchange integers with all ranks; return those of each rank, and rank 0's message."""
         padded = (*numbers, *(0,) * (NUMBERS - len(numbers)), crc32(what.encode()))
         size = len(message).to_bytes(8, "little")
         inline = message[:INLINE_BYTES].ljust(INLINE_BYTES, b"\0")
@@ -279,7 +280,7 @@ class RankGroup(ProcessGroup):
         return heads, text
 
     def _gather(self, local: bytes) -> Any:
-        """Return the bytes of every rank, (ranks, bytes); all send as many."""
+        """Return the bytes of every rank, (ranks, bytes); all must send the same number."""
         row = mx.array(np.frombuffer(local, np.uint8))[None]
         return np.array(mx.distributed.all_gather(row, group=self.group))
 

@@ -1,13 +1,13 @@
-"""Heartbeats between the processes of a group, which ends as a whole when one of them is gone.
+"""Heartbeats between the processes of a group, which end together if one of them is lost.
 
-Otherwise the others would wait for ever for its part of a layer.
+Otherwise the others would wait forever for its part of a layer.
 
-    rank 1 ──┐  a beat a second, both ways
-    rank 2 ──┼──> rank 0: names a rank silent for 8 s, or cut off, to all, and all end
+    rank 1 ──┐  a heartbeat per second, both ways
+    rank 2 ──┼──> rank 0: reports a rank that is silent for 8 s or disconnected; all end
     ...    ──┘
 
-The connections are Python's (`multiprocessing.connection`), with a key that rank 0 draws and the
-group's own transport carries; they carry bytes, nothing is unpickled.
+The connections are those of `multiprocessing.connection`, with a key that rank 0 generates and
+sends through MLX's transport. Only bytes are exchanged; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from penstock.engine.ranks.process_group import RankGroup, RanksBroken
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 8.0
-"""Silence after which a rank counts as gone."""
+"""Seconds of silence after which a rank counts as lost."""
 JOIN_SECONDS = 60.0
-"""Longest wait at the start until all ranks have called rank 0."""
+"""Maximum wait at startup until all ranks have connected to rank 0."""
 KEY_BYTES = 32
 MOST_BYTES = 1_024
 BEAT, END = b"beat", b"end"
@@ -37,13 +37,13 @@ ANY = "0.0.0.0"
 
 
 class Watch:
-    """The heartbeats of one rank. Use it in a `with` block, which closes it.
+    """Heartbeats of one rank; a context manager that stops them on exit.
 
     Args:
-        ranks: the group. All its ranks create their `Watch` together, to exchange a key.
-        gone: called once, in the watch's thread, with one line that names the lost rank. It should
-            end the process, as its other threads may never come back.
-        silent_seconds: silence after which a rank counts as lost.
+        ranks: process group; all ranks must create their `Watch` at the same time.
+        gone: called once, on the watch's thread, with a line that names the lost rank. It should
+            end the process, as its other threads may never return.
+        silent_seconds: seconds of silence after which a rank counts as lost.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """Notify the other ranks of a regular end, and disconnect. A second call does nothing."""
+        """Announce a normal shutdown to the other ranks, and disconnect. Idempotent."""
         self._closing.set()
         self._thread.join(2 * BEAT_SECONDS)
 
@@ -73,10 +73,10 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- the calls
+    # ---- on the caller's thread
 
     def _meet(self) -> dict[int, Connection]:
-        """Return the connections: rank 0's to all others, or another's to rank 0."""
+        """Return this rank's connections by rank: to all others on rank 0, else to rank 0."""
         ranks = self._ranks
         if ranks.leads:
             key = secrets.token_bytes(KEY_BYTES)
@@ -87,7 +87,7 @@ class Watch:
                 port = listener.address[1]
                 ranks.secret(json.dumps([host, port, key.hex()]).encode())
                 accepting = threading.Thread(target=self._accept, args=(listener, connections))
-                accepting.daemon = True  # a Listener has no timeout of its own
+                accepting.daemon = True  # a Listener has no timeout
                 accepting.start()
                 accepting.join(JOIN_SECONDS)
             missing = [
@@ -109,9 +109,9 @@ class Watch:
             try:
                 connection = listener.accept()
                 connections[int(connection.recv_bytes(MOST_BYTES))] = connection
-            except (AuthenticationError, EOFError, ValueError):  # none of the group
+            except (AuthenticationError, EOFError, ValueError):  # not a member of the group
                 continue
-            except OSError:  # the time is over
+            except OSError:  # the listener was closed after the timeout
                 return
 
     # ---- the thread
@@ -137,14 +137,14 @@ class Watch:
             connection.close()
 
     def _hear(self, rank: int) -> bool:
-        """Receive a rank's message; return False if the group ends with it."""
+        """Receive a rank's message; return False if it ends the group."""
         try:
             message = self._group[rank].recv_bytes(MOST_BYTES)
         except (EOFError, OSError):
             self._end(f"{self._ranks.names[rank]} has ended")
             return False
         self._heard[rank] = time.monotonic()
-        if message == END:  # it ends in good order, and so will this one
+        if message == END:  # a normal shutdown
             self._group.pop(rank).close()
             del self._heard[rank]
         elif message != BEAT:
@@ -163,7 +163,7 @@ class Watch:
 
 
 def _own_host() -> str:
-    """Return the host at which MLX, and so the other ranks, reach rank 0."""
+    """Return the host at which the other ranks can connect to rank 0."""
     file = os.environ.get("MLX_HOSTFILE")
     if file and Path(file).is_file():
         with suppress(ValueError, LookupError, TypeError):

@@ -1,4 +1,4 @@
-"""Retention of compressed layers: one row for every few tokens, beside a short window."""
+"""Retention of compressed layers: one row per few tokens, and a short window."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class CompressedRows(Retention):
 
     @property
     def ends_blocks(self) -> bool:
-        """Whether each block is committed alone, because its rows are complete only at its end."""
+        """Whether blocks are committed one by one: True, as rows are complete at block ends."""
         return True
 
     @property

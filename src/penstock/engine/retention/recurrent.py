@@ -28,7 +28,7 @@ class RecurrentStates(Retention):
 
     @property
     def ends_blocks(self) -> bool:
-        """Whether each block is committed alone, because states are captured at its end."""
+        """Whether blocks are committed one by one: True, since states are captured at each end."""
         return True
 
     def resume(self, path: Path, limit: int) -> int:
@@ -40,7 +40,7 @@ class RecurrentStates(Retention):
         return marks.resume(path, position)[1]
 
     def ended(self, segment: Segment, state: RecurrentState | None) -> Segment | None:
-        """Return a partial block with its states; None if memory is full or states not finite."""
+        """Return a partial block with its states; None if memory is full or a state is NaN."""
         if state is None or not self._prefixes.make_room(self._state_bytes):
             return None
         states = state.owned()

@@ -1,7 +1,7 @@
 """Quantization of cached blocks: which blocks are encoded, and when.
 
     at-rest   finish  ──> changed ──> nodes without a reader  ──> between two steps one is encoded
-                                      and takes the raw one's place
+    and replaces the raw one
     active    commit    ──> committed: a whole block is encoded before it becomes part of a path
 
 The first tokens of prompts and partial blocks stay in full precision. Coded blocks are never
@@ -13,8 +13,8 @@ only coded blocks, so raw blocks of short paths are not written, and a short pro
 values before and after a restart.
 
 At rest, an answer attends to its own tokens in full precision, and to the codes of cached blocks.
-With `active`, a token attends to its own block raw and to all earlier blocks, from the first coded
-one on, as codes. The values then depend only on positions and settings, not on cache hits. Prompts
+With `active`, a token attends to its own block raw and to all earlier blocks, except raw first
+ones, as codes. The values then depend only on positions and settings, not on cache hits. Prompts
 are prefilled block by block, and a cache hit ends before the block of the prompt's last token.
 """
 
@@ -69,7 +69,7 @@ class Requantizer(Retention):
         """Weak references to nodes to encode; the tree owns them."""
         self._looked = True
         self._left: set[int] = set()
-        """Ids of nodes that could not be encoded completely; not tried again."""
+        """Ids of nodes that could not be encoded completely; not retried."""
         self._awaited: set[int] = set()
         """Ids of nodes that preempted sequences will read again."""
         block = BlockFormat.of(shapes).nbytes(prefixes.block_size) if self.active else 0
@@ -100,7 +100,7 @@ class Requantizer(Retention):
         self._looked = False
 
     def committed(self, segment: Segment, start: int) -> Segment:
-        """Return a whole block in the form that later tokens attend to: coded with `active`.
+        """Return a whole block in the format that later tokens attend to: quantized with `active`.
 
         Args:
             segment: the block in full precision; not changed.
@@ -110,13 +110,13 @@ class Requantizer(Retention):
         """
         if not self.active or start < self._first:
             return segment
-        # An index is that of the codes, as it is where they were read from a tier.
+        # The key index is computed from the codes, as it is after a restore from a tier.
         return replace(self.rule.encoded(segment, self._ops), index=())
 
     def exchange_one(self, awaited: Iterable[Path]) -> Node[Segment] | None:
         """Encode one node and return it; None if no node is due.
 
-        Also None if memory cannot hold both forms; the next step tries again.
+        Also None if memory cannot hold both formats; the next step retries.
 
         Args:
             awaited: paths of preempted sequences, which will read them again.

@@ -42,12 +42,12 @@ class Retention:
 
     @property
     def reads_blocks(self) -> bool:
-        """Whether prompts are prefilled block by block, as finished blocks are read as codes."""
+        """Whether prompts are prefilled block by block, since finished blocks are read as codes."""
         return False
 
     @property
     def ends_blocks(self) -> bool:
-        """Whether each block is committed alone during decoding, to run code at its end."""
+        """Whether blocks are committed one by one during decoding, to run code at each end."""
         return False
 
     @property
@@ -99,11 +99,11 @@ class Retention:
     # ---- new tokens
 
     def computed(self, segment: Segment, start: int) -> Segment:
-        """Return a computed segment with the data that this retention keeps beside its KV."""
+        """Return a computed segment with the data that this retention adds to its KV."""
         return segment
 
     def committed(self, segment: Segment, start: int) -> Segment:
-        """Return whole blocks in the form that later tokens attend to.
+        """Return whole blocks in the format that later tokens attend to.
 
         Raises:
             MemoryError, RuntimeError: MLX is out of memory.
@@ -111,13 +111,13 @@ class Retention:
         return segment
 
     def completed(self, segment: Segment, state: RecurrentState) -> tuple[Segment, RecurrentState]:
-        """Move the loose rows of a full block from the states into its segment; return both."""
+        """Move a full block's compressed rows from the states into its segment; return both."""
         return segment, state
 
     def fill(
         self, pin: Pin[Segment], block_hashes: Sequence[bytes], segment: Segment, start: int
     ) -> bool:
-        """Copy KV of recomputed or read blocks into nodes that lack it; False if out of memory."""
+        """Copy recomputed or restored KV into nodes that lack it; return False if out of memory."""
         return True
 
     def ended(self, segment: Segment, state: RecurrentState | None) -> Segment | None:
@@ -130,7 +130,7 @@ class Retention:
     # ---- events
 
     def changed(self) -> None:
-        """Notify that nodes were added, or are no longer read."""
+        """Handle that nodes were added, or are no longer read by any sequence."""
 
     def capture(self, path: Path, position: int, state: RecurrentState, *, turn_end: bool) -> None:
         """Checkpoint the recurrent states of a sequence at a boundary, if memory allows."""
@@ -151,12 +151,12 @@ class Retention:
             awaited: paths of preempted sequences, which will be read again.
 
         Raises:
-            MemoryError, RuntimeError: MLX found no room; the node stays as it is.
+            MemoryError, RuntimeError: MLX is out of memory; the node is unchanged.
         """
         return None
 
     def spill(self, readers: Iterable[RunningPath], *, wait: bool = False) -> None:
-        """Spill KV far before the end of all its readers; `wait` also waits for pending writes."""
+        """Spill KV outside all its readers' active tokens; `wait` first awaits pending writes."""
 
     def lost_nodes(self, places: Collection[int]) -> list[Node[Segment]]:
         """Return the nodes that contain any of the given spilled blocks."""

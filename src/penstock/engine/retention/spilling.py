@@ -1,4 +1,4 @@
-"""Spilling of full-attention layers: KV far before the end of a sequence leaves memory.
+"""Spilling of full-attention layers: older KV of a sequence moves from memory to a cold tier.
 
     commit ──> blocks are written to a tier ──> outside the active tokens of all readers?
            ──> `spill`: the node keeps its index, and checksums and places of its KV
@@ -38,7 +38,7 @@ WRITE_SECONDS = 30.0
 PAUSE_SECONDS = 30.0
 """Seconds after a loss during which KV is spilled only if memory is needed."""
 RETAIN_FROM = 64
-"""Minimum number of records before unused ones are looked for."""
+"""Minimum number of records before unused ones are removed."""
 
 
 class Spilling(Retention):
@@ -74,7 +74,7 @@ class Spilling(Retention):
 
     @property
     def nbytes(self) -> int:
-        """Bytes set aside; see `ColdBlocks`."""
+        """Reserved bytes; see `ColdBlocks`."""
         return self.blocks.nbytes
 
     @property
@@ -94,7 +94,7 @@ class Spilling(Retention):
     # ---- acts
 
     def spill(self, readers: Iterable[RunningPath], *, wait: bool = False) -> None:
-        """Spill written nodes far before the end of all readers; `wait` writes the rest first."""
+        """Spill written nodes outside all readers' active tokens; `wait` writes the rest first."""
         if wait:
             self.wait(readers)
         else:
@@ -119,11 +119,11 @@ class Spilling(Retention):
         known = self.blocks.stored({key for _, records in due for key in records.values()})
         waiting, lost_blocks = False, set[int]()
         for node, records in due:
-            if self._can_leave(node):  # not yet for another path
+            if self._can_leave(node):  # not already spilled for another path
                 ready = bool(records) and known.issuperset(records.values())
                 try:
                     waiting = not (ready and self._spill(node, records)) or waiting
-                except SpilledLost as error:  # records have other numbers: write them again
+                except SpilledLost as error:  # records differ: write them again
                     lost_blocks.update(error.places)
         if lost_blocks:
             waiting = True
@@ -134,7 +134,7 @@ class Spilling(Retention):
         return waiting
 
     def wait(self, readers: Iterable[RunningPath]) -> bool:
-        """Let the tiers write the KV to spill, then spill it; False if that took too long."""
+        """Wait until the tiers have written the KV to spill, then spill it; False on timeout."""
         paths = list(readers)
         until = time.monotonic() + WRITE_SECONDS
         for attempt in ("noted", "noted again"):
@@ -144,7 +144,7 @@ class Spilling(Retention):
                     tier.tier.wait(LOOK_SECONDS)
             if not self.work(paths, urgent=True):
                 return True
-            if attempt == "noted":  # they were dropped, or evicted from the tier
+            if attempt == "noted":  # writes were dropped, or blocks evicted
                 for path in paths:
                     self._note_again(path)
         return False
@@ -237,7 +237,7 @@ class Spilling(Retention):
         return parts[0].join(*parts[1:]) if len(parts) > 1 else parts[0]
 
     def _resting(self, coded: Coded, layer: int, side: int, places: Numbers) -> Coded:
-        """Spill codes, recorded as computed or as decoded; SpilledLost if neither."""
+        """Spill codes if records match them, as computed or dequantized; else SpilledLost."""
         there, ops = self.blocks.as_recorded(layer, side, places), self.blocks.ops
         encoded = coded.codec.encode(there, ops).parts
         resting = _equal_blocks(encoded, coded.parts, len(places))
@@ -249,7 +249,7 @@ class Spilling(Retention):
         return codec.spilled(there, places | np.where(resting, AT_REST, 0))
 
     def _retain(self) -> None:
-        """Forget the places of records that no node uses, once they have doubled."""
+        """Forget records that no node uses, once the number of records has doubled."""
         if self.blocks.records < 2 * self._records + RETAIN_FROM:
             return
         used = set()

@@ -155,8 +155,8 @@ class Windows(Retention):
     ) -> int:
         """Drop KV that no retained position needs, until `nbytes` are free.
 
-        Drops from the least recently used nodes first, and before the ends of turns as long as that
-        frees enough.
+        Drops from the least recently used nodes first. KV before the ends of turns is dropped only
+        if the rest does not free enough.
 
         Args:
             waiting: ids of nodes with blocks still to be written, which come last.
@@ -285,7 +285,7 @@ def resume(path: Path, max_kv_tokens: int, windows: Mapping[int, int]) -> int:
 
 
 def _retained(node: Node[Segment]) -> float:
-    """Return the first retained position of a node even without running sequences."""
+    """Return the first position in a node that is retained regardless of running sequences."""
     if node.held_until_seconds is not None:
         return node.start
     whole = sum(not child.partial for child in node.children.values())

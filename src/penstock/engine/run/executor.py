@@ -1,11 +1,13 @@
 """Forward passes of a step, the second of its three calls.
 
     decode ──> compute and sample a token for each running sequence
-        prefill ──> compute a chunk of a prompt
+        prefill ──> compute chunks of prompts
 
-The first chunk goes through the layers together with the decode step where the model allows it: its
-weights are read once then. A pass has no visible effect: it writes past each sequence's committed
-length, which only postprocessing advances. An error is returned with the pass, not raised.
+If model and memory allow it, chunks of several prompts and the decode step are computed in one
+pass, which reads the weights once. A pass has no visible effect: it writes past each sequence's
+committed length, which only postprocessing advances. An error is returned with the pass, not
+raised. If a pass shared by several chunks, or by a chunk and a decode step, fails, no answer fails:
+all of them are computed again separately.
 """
 
 from __future__ import annotations
@@ -19,8 +21,14 @@ from typing import TypeAlias
 import mlx.core as mx
 
 from penstock.attention.attention_plan import DecodeRow, in_order
-from penstock.engine.model.prompt_logprobs import Scores, score
-from penstock.engine.model.runner import DecodeOutput, PrefillOutput, Runner
+from penstock.engine.model.prompt_logprobs import Scores
+from penstock.engine.model.runner import (
+    DecodeOutput,
+    MixedOutput,
+    PrefillOutput,
+    PromptChunk,
+    Runner,
+)
 from penstock.engine.model.sampling import (
     NO_RULE,
     SampledToken,
@@ -30,6 +38,7 @@ from penstock.engine.model.sampling import (
     without_frames,
 )
 from penstock.engine.model.verification import verified, verified_greedy
+from penstock.engine.model.wide_steps import skips_padding
 from penstock.engine.prefill_rate import RunningMean
 from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.engine.run.speculator import Speculator
@@ -40,8 +49,8 @@ from penstock.errors import PenstockError, StepFailed
 from penstock.kv.states import RecurrentState
 
 WHOLE_TOKENS = 512
-"""Least number of tokens at the end of a prompt, where its question is, that read all in front of
-them, with `attend_prompt`."""
+"""Minimum number of tokens at the end of a prompt, usually its question, that attend to all tokens
+before them despite `attend_prompt`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +61,7 @@ class DecodePass:
     states: list[RecurrentState | None]
     """Recurrent states of each sequence after its tokens; None without recurrent layers."""
     error: Exception | None = None
-    together: bool = False
+    mixed: bool = False
     """Whether a prefill chunk was computed in the same pass, and may have caused the error."""
 
 
@@ -69,7 +78,9 @@ class PrefillPass:
     """Log-probabilities of the prompt tokens that follow each position; None if not requested."""
     error: Exception | None = None
     seconds: float | None = None
-    """Seconds that the chunk added to a decode step; None for a pass of its own."""
+    """Seconds that the pass added to a decode step; None without one."""
+    pass_tokens: int | None = None
+    """Number of tokens in all chunks of a shared pass, on its first chunk; 0 on the others."""
 
     def take(self) -> PrefillOutput:
         """Return the arrays and drop the pass's references to them."""
@@ -79,7 +90,7 @@ class PrefillPass:
 
 
 LEAST_SHARE = 0.25
-"""Smallest part of a pass with a decode step that counts as a chunk's: such a step varies."""
+"""Minimum share of a pass's time that is attributed to its chunks and not to its decode step."""
 StepOutput: TypeAlias = Iterator[DecodePass | PrefillPass]
 
 
@@ -88,9 +99,9 @@ class ModelExecutor:
 
     Args:
         stores: KV stores; cold nodes are evicted when MLX runs out of memory.
-        group: processes that run the same passes over the other shards of the model.
+        group: process group of the ranks.
         logits_tokens: maximum number of prompt tokens whose logits are computed together.
-        step_tokens: maximum number of tokens of a pass.
+        mixed_tokens: maximum number of prompt tokens in a pass with several sequences.
     """
 
     def __init__(
@@ -101,10 +112,10 @@ class ModelExecutor:
         speculator: Speculator,
         *,
         logits_tokens: int,
-        step_tokens: int,
+        mixed_tokens: int,
     ) -> None:
         self._logits_tokens = logits_tokens
-        self._step_tokens = step_tokens
+        self._mixed_tokens = mixed_tokens
         self._decode_seconds = RunningMean(0.0)
         """Mean seconds of the latest decode steps without a chunk."""
         self._stores = stores
@@ -113,33 +124,107 @@ class ModelExecutor:
         self._counters = stores.counters
         self._group = group
         self._speculator = speculator
+        speculates = speculator.max_tokens > 0 and runner.is_recurrent
+        self._skips_padding = speculates and skips_padding(runner)
 
     def run(self, plan: StepPlan[Sequence], meanwhile: Callable[[], object]) -> StepOutput:
         """Yield the passes of a step; each is computed after the previous one was consumed.
 
         So decoded tokens are postprocessed before the prefill chunk starts, and a chunk can read
         the codes of the block before it. The arrays of two passes are never alive together, except
-        for those of a chunk computed in the decode step's pass.
+        for those of chunks computed in one pass.
         """
         chunks = list(plan.prefill)
         if plan.decode:
-            beside = next((chunk for chunk in chunks[:1] if self._joins(chunk.sequence)), None)
-            decoded, read = self._decode(list(plan.decode), meanwhile, beside)
+            beside = self._mixed(chunks, plan.decode)
+            decoded, passes = self._decode(list(plan.decode), meanwhile, beside)
             yield decoded
             del decoded
-            if read is not None:
-                chunks = chunks[1:]
-                # What ran out of memory may have preempted it.
-                if read.sequence.state is State.PREFILLING:
-                    yield read
-                del read
-        for chunk in chunks:
-            yield from self._prefill(chunk.sequence, chunk.tokens)
+            chunks = chunks[len(passes) :]
+            yield from _prefilling(passes)
+        while chunks:
+            together = self._mixed(chunks)
+            passes = self._read_together(together) if len(together) > 1 else []
+            if passes:
+                chunks = chunks[len(passes) :]
+                yield from _prefilling(passes)
+            else:
+                chunk, *chunks = chunks
+                yield from self._prefill(chunk.sequence, chunk.tokens)
 
-    def _joins(self, sequence: Sequence) -> bool:
-        """Return whether a chunk of a prompt may be computed in the pass of a decode step."""
-        apart = self._stores.by_block or sequence.reads_logits or sequence.reads_alone
-        return self._runner.mixes and not apart
+    # ---- several in one pass
+
+    def _mixed(
+        self, chunks: list[PrefillChunk[Sequence]], decoding: Items[Sequence] = ()
+    ) -> list[PrefillChunk[Sequence]]:
+        """Return the leading chunks to compute in one pass, together with `decoding`."""
+        mixed: list[PrefillChunk[Sequence]] = []
+        if not self._runner.mixes or self._stores.by_block or any(s.unmixed for s in decoding):
+            return mixed
+        tokens = logits = 0
+        for chunk in chunks:
+            sequence = chunk.sequence
+            end = sequence.position + chunk.tokens
+            if sequence.unmixed or any(sequence is other.sequence for other in mixed):
+                break
+            if sequence.reads_logits and not self._runner.mixes_exactly:
+                break  # log-probabilities must depend only on the prompt
+            if sequence.state is not State.PREFILLING or self._pass_end(sequence, end) < end:
+                break
+            tokens += chunk.tokens
+            logits += len(self._prompt_chunk(chunk).logit_rows)
+            if tokens > self._mixed_tokens or logits > self._logits_tokens:
+                break
+            mixed.append(chunk)
+        return mixed
+
+    def _prompt_chunk(self, chunk: PrefillChunk[Sequence]) -> PromptChunk:
+        sequence = chunk.sequence
+        start, logprobs = sequence.position, sequence.kv.prompt_logprobs
+        end = start + chunk.tokens
+        skipped = None
+        if logprobs is not None and end > logprobs.read_positions:
+            skipped = max(0, logprobs.start - start)
+        tokens, spans = sequence.tokens[start:end], sequence.kv.spans()
+        return PromptChunk(tokens, spans, start, skipped, sequence.adapter)
+
+    def _read_together(self, chunks: list[PrefillChunk[Sequence]]) -> list[PrefillPass]:
+        """Prefill chunks in one pass; if it fails, return none, to compute each separately."""
+        started = time.perf_counter()
+        try:
+            output = self._runner.mixed((), (), self._tails, [*map(self._prompt_chunk, chunks)])
+            passes = self._passes(chunks, output, started)
+        # Caught as in `_decode`.
+        except Exception as error:  # noqa: BLE001
+            self._group.fault("reading prompts", error)
+            self._separate(chunks)
+            self._shrink_after(without_frames(error))
+            return []
+        self._counters.model_seconds += time.perf_counter() - started
+        return passes
+
+    def _passes(
+        self, chunks: Items[PrefillChunk[Sequence]], output: MixedOutput, started: float
+    ) -> list[PrefillPass]:
+        """Return one `PrefillPass` for each chunk of a shared pass."""
+        passes: list[PrefillPass] = []
+        for chunk, computed, logits in zip(chunks, output.chunks, output.logits, strict=True):
+            sequence, scores = chunk.sequence, None
+            logprobs = sequence.kv.prompt_logprobs
+            if logprobs is not None and logits is not None:
+                end = sequence.position + chunk.tokens
+                scores = logprobs.score(logits, end - len(logits))
+            read = PrefillPass(sequence, chunk.tokens, started, True, computed, scores)
+            read.pass_tokens = 0 if passes else sum(chunk.tokens for chunk in chunks)
+            passes.append(read)
+        return passes
+
+    def _separate(
+        self, chunks: Items[PrefillChunk[Sequence]], decoding: Items[Sequence] = ()
+    ) -> None:
+        """Exclude the sequences of a failed shared pass from further ones."""
+        for sequence in (*(chunk.sequence for chunk in chunks), *decoding):
+            sequence.unmixed = True
 
     # ---- decoding
 
@@ -147,11 +232,11 @@ class ModelExecutor:
         self,
         sequences: list[Sequence],
         meanwhile: Callable[[], object],
-        beside: PrefillChunk[Sequence] | None,
-    ) -> tuple[DecodePass, PrefillPass | None]:
+        beside: list[PrefillChunk[Sequence]],
+    ) -> tuple[DecodePass, list[PrefillPass]]:
         """Compute and sample the next tokens of each sequence, verifying its proposed tokens.
 
-        A chunk `beside` is computed in the same pass, if that has few enough tokens.
+        The chunks `beside` are computed in the same pass.
         """
         rows = [sequence.row() for sequence in sequences]
         order = in_order(rows)
@@ -163,23 +248,26 @@ class ModelExecutor:
             for row, proposal in zip(rows, proposals, strict=True)
         ]
         width = 1 + max(map(len, proposals))
-        # What stands behind a proposal is written behind what is ever read.
+        # The padding after a proposal is written past all columns that are read.
         new = [
             [s.tokens[-1], *proposal, *[0] * (width - 1 - len(proposal))]
             for s, proposal in zip(sequences, proposals, strict=True)
         ]
         before = self._recurrent_states(sequences)
-        if beside is not None and width * len(rows) + beside.tokens > self._step_tokens:
-            beside = None
+        passes: list[PrefillPass] = []
         started = time.perf_counter()
         try:
             samplers = [s.sampler for s in sequences]
             device = self._runner.device
             with device.decoding(len(rows), width, rows[0].held_tokens):
-                if beside is None:
-                    decoded, chunk = self._runner.decode(new, rows, self._tails, before), None
+                if beside:
+                    prompts = [*map(self._prompt_chunk, beside)]
+                    output = self._runner.mixed(new, rows, self._tails, prompts)
+                    assert output.decoded is not None
+                    decoded, passes = output.decoded, self._passes(beside, output, started)
+                    del output
                 else:
-                    decoded, chunk = self._mixed(new, rows, beside)
+                    decoded = self._runner.decode(new, rows, self._tails, before)
                 logits, writes = decoded.logits, [*self._tails.buffers(), *decoded.arrays()]
                 if greedy_only(samplers) and _unruled(samplers, proposals):
                     best = likeliest(logits.reshape(-1, logits.shape[-1]))
@@ -191,14 +279,14 @@ class ModelExecutor:
             states: list[RecurrentState | None] = [None] * len(sequences)
             if before:
                 states = self._states_behind(decoded, chosen, new, rows, before)
-        # A boundary: a model's code may raise anything, and none of it may end the engine.
+        # The model's code may raise anything, which must not stop the engine.
         except Exception as error:  # noqa: BLE001
             self._group.fault("decoding", error)
-            together = beside is not None
-            if beside is not None:
-                beside.sequence.reads_alone = True
-            return DecodePass(sequences, [], [], without_frames(error), together), None
-        if width == 1:  # of several ranks it always is
+            if beside:
+                self._separate(beside, sequences)
+            mixed = bool(beside)
+            return DecodePass(sequences, [], [], without_frames(error), mixed=mixed), []
+        if width == 1:  # always so with several ranks
             chosen = _listed(self._group.chosen(_alone(chosen)))
         seconds = time.perf_counter() - started
         right = [None if isinstance(of, Exception) else len(of) - 1 for of in chosen]
@@ -206,21 +294,11 @@ class ModelExecutor:
         self._counters.decode_steps += 1
         self._counters.decode_seconds.append(seconds)
         self._counters.model_seconds += seconds
-        read = None
-        if beside is None:
+        if not beside:
             self._decode_seconds.add(seconds)
-        else:
-            added = max(seconds - self._decode_seconds.value, LEAST_SHARE * seconds)
-            read = PrefillPass(beside.sequence, beside.tokens, started, True, chunk, seconds=added)
-        return DecodePass(sequences, chosen, states), read
-
-    def _mixed(
-        self, new: list[list[int]], rows: list[DecodeRow], beside: PrefillChunk[Sequence]
-    ) -> tuple[DecodeOutput, PrefillOutput]:
-        sequence = beside.sequence
-        start = sequence.position
-        prompt = sequence.tokens[start : start + beside.tokens]
-        return self._runner.mixed(new, rows, self._tails, prompt, sequence.kv.spans(), start)
+        for read in passes:
+            read.seconds = max(seconds - self._decode_seconds.value, LEAST_SHARE * seconds)
+        return DecodePass(sequences, chosen, states), passes
 
     def _recurrent_states(self, sequences: list[Sequence]) -> list[RecurrentState | None]:
         return [s.kv.recurrent_state for s in sequences] if self._runner.is_recurrent else []
@@ -236,19 +314,23 @@ class ModelExecutor:
         """Return each row's recurrent states after its accepted tokens.
 
         States cannot be rolled back: after a rejection, the accepted tokens are recomputed from the
-        state before the step.
+        state before the step. All rows are computed in one pass if states skip padding, else those
+        with equally many tokens.
         """
         states: list[RecurrentState | None] = list(decoded.recurrent_states)
+        counts = [0 if isinstance(of, Exception) else len(of) for of in chosen]
         rejected: dict[int, list[int]] = {}
-        for row, tokens in enumerate(chosen):
-            if not isinstance(tokens, Exception) and len(tokens) < len(new[row]):
-                rejected.setdefault(len(tokens), []).append(row)
-        for count, members in rejected.items():
+        for row, count in enumerate(counts):
+            if 0 < count < len(new[row]):
+                rejected.setdefault(0 if self._skips_padding else count, []).append(row)
+        for members in rejected.values():
+            lengths = [counts[row] for row in members]
             again = self._runner.decode(
-                [new[row][:count] for row in members],
+                [new[row][: max(lengths)] for row in members],
                 [rows[row] for row in members],
                 self._tails,
                 [before[row] for row in members],
+                lengths if min(lengths) < max(lengths) else None,
             )
             mx.eval(again.arrays(), self._tails.buffers())
             for row, state in zip(members, again.recurrent_states, strict=True):
@@ -263,7 +345,7 @@ class ModelExecutor:
         For a model that needs mlx-lm's chunks, ends at the next chunk boundary instead.
         """
         for stop in self._stops(sequence, tokens):
-            # A decode pass that ran out of memory preempts, and a chunk that fails ends it.
+            # Between two passes, the sequence may have been preempted or failed.
             while sequence.state is State.PREFILLING and sequence.position < stop:
                 end = min(stop, self._pass_end(sequence, stop))
                 yield self._read(sequence, end - sequence.position, captures=end == stop)
@@ -271,10 +353,11 @@ class ModelExecutor:
     def _pass_end(self, sequence: Sequence, stop: int) -> int:
         """Return the position, up to `stop`, at which the next pass over a prompt ends."""
         size, start, length = self._stores.block_size, sequence.position, stop
+        logprobs = sequence.kv.prompt_logprobs
         if self._stores.by_block:
             length = size
-        elif sequence.reads_logits and not self._runner.fitness.whole:
-            length = self._logits_tokens
+        elif logprobs is not None and not self._runner.fitness.whole:
+            start, length = max(start, logprobs.start), self._logits_tokens
         return min(stop, start // size * size + length)
 
     def _stops(self, sequence: Sequence, tokens: int) -> list[int]:
@@ -286,13 +369,13 @@ class ModelExecutor:
         if not self._runner.is_recurrent:
             whole = self._whole_from(sequence)
             return [whole, end] if start < whole < end else [end]
-        # Ends of its last whole block, and of the cached path at admission.
+        # Ends of the prompt's last whole block, and of the cached path at admission.
         boundaries = {sequence.kv.last_boundary, sequence.kv.matched_tokens}
         boundaries.add(self._whole_from(sequence))
         return [*sorted(stop for stop in boundaries if start < stop < end), end]
 
     def _whole_from(self, sequence: Sequence) -> int:
-        """Return the first position of a prompt's end, which reads all; 0 if all of it does."""
+        """Return the position from which a prompt attends to all tokens; 0 if it always does."""
         if not self._runner.prompt_selection.layers:
             return 0
         size = self._stores.block_size
@@ -308,7 +391,7 @@ class ModelExecutor:
                 chunk, scores = self._compute(sequence, tokens, start, state)
                 self._counters.model_seconds += time.perf_counter() - called
                 return PrefillPass(sequence, count, started, captures, chunk, scores)
-            # A boundary, as in `_decode`.
+            # Caught as in `_decode`.
             except Exception as error:  # noqa: BLE001
                 self._group.fault("reading a prompt", error)
                 failed = without_frames(error)
@@ -325,14 +408,28 @@ class ModelExecutor:
         if logprobs is None or end <= logprobs.read_positions:
             arguments = sequence.inputs.arguments(tokens, start)
             choose = end <= self._whole_from(sequence)
-            output = self._runner.prefill(tokens, spans, start, state, arguments, choose=choose)
+            output = self._runner.prefill(
+                tokens, spans, start, state, arguments, choose=choose, adapter=sequence.adapter
+            )
             return output, None
-        logits, chunk = self._runner.read(tokens, spans, start, state)
-        return chunk, score(logits, logprobs.targets(start, end), logprobs.top)
+        skipped = max(0, logprobs.start - start)
+        logits, chunk = self._runner.read(
+            tokens, spans, start, state, skipped=skipped, adapter=sequence.adapter
+        )
+        return chunk, logprobs.score(logits, start + skipped)
 
     def _shrink_after(self, error: Exception) -> bool:
         """Free memory for a retry if MLX ran out of memory; return whether it did."""
         return self._stores.shrink_after(error)
+
+
+def _prefilling(passes: list[PrefillPass]) -> Iterator[PrefillPass]:
+    """Yield and release each pass, except of sequences preempted or failed meanwhile."""
+    while passes:
+        read = passes.pop(0)
+        if read.sequence.state is State.PREFILLING:
+            yield read
+        del read
 
 
 def _evaluate(meanwhile: Callable[[], object], *arrays: mx.array) -> None:
@@ -344,7 +441,7 @@ def _evaluate(meanwhile: Callable[[], object], *arrays: mx.array) -> None:
 
 
 def _unruled(samplers: list[TokenSampler], proposals: list[list[int]]) -> bool:
-    """Return whether no row with a rule has proposed tokens."""
+    """Return whether no row with a constraint has proposed tokens."""
     pairs = zip(samplers, proposals, strict=True)
     return not any(proposal and sampler.constraint is not NO_RULE for sampler, proposal in pairs)
 
@@ -360,12 +457,12 @@ def _listed(chosen: list[SampledToken | Exception]) -> list[list[SampledToken] |
 def step_error(doing: str, error: Exception) -> PenstockError:
     """Return the error for an answer that failed in a step, without stack frames."""
     if isinstance(error, PenstockError):
-        without_frames(error)  # they would keep the step's arrays
+        without_frames(error)  # they would keep the step's arrays alive
         return error
     if out_of_memory(error):
         failed = StepFailed(f"out of memory while {doing}, after cold nodes were evicted: {error}")
         failed.status = 503
         return failed
     failed = StepFailed(f"the model failed while {doing}: {type(error).__name__}: {error}")
-    failed.__cause__ = without_frames(error)  # its frames would keep the step's arrays
+    failed.__cause__ = without_frames(error)  # see above
     return failed

@@ -1,7 +1,7 @@
 """Check at startup that the largest steps allowed by the settings fit into memory.
 
-Small steps are run within reserved bytes, doubling in size while the next one should fit.
-The largest step is extrapolated from the last two.
+Small steps are run within reserved bytes, doubling in size while the next one should fit. The bytes
+of the largest step are extrapolated from the last two.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ DOUBLINGS = 3
 def check_largest_steps(
     ledger: Ledger, limits: EngineSettings, runner: Runner, group: ProcessGroup, columns: int
 ) -> None:
-    """Raise if a batch or chunk cannot fit beside the weights; default sizes are not checked.
+    """Raise if a batch or chunk cannot fit in the memory left by the weights; skips default sizes.
 
     Args:
-        group: ranks; the one that needs most memory counts.
+        group: process group of the ranks; the one that needs the most memory decides.
 
     Raises:
         StepTooLarge: a step cannot fit; the error has the bytes needed.
@@ -61,7 +61,7 @@ def check_largest_steps(
     if tokens > PREFILL_CHUNK and not runner.fitness.whole:
         setting = "prefill_chunk" if tokens == limits.prefill_chunk else "block_size"
         _check(setting, tokens, tokens * runner.held_token_bytes, ledger)
-        # From a usual chunk on, back ends that bound their scores have as many as they ever do.
+        # Back ends that bound the number of scores reach it within a chunk of the default size.
         trial = SizedTrial(partial(prefill, runner), runner.step_token_bytes, reserve, group)
         step = trial.needed(PREFILL_CHUNK, tokens, free)
         _check(setting, tokens, int(SLACK * step), ledger)
@@ -83,7 +83,7 @@ def _check(setting: str, value: int, needed: int, ledger: Ledger) -> None:
 
 
 class SizedTrial:
-    """Measures steps of growing size, each within the bytes that it is expected to take."""
+    """Measures steps of growing size, each within a reservation of its expected bytes."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class SizedTrial:
             if size >= small << DOUBLINGS + 1:
                 return _line(size, less, taken, target)
             following = min(2 * size, target)
-            # Linear growth beside a constant, or a power law.
+            # A constant plus linear growth, or a power law.
             power = taken * (taken / max(1, less)) ** log2(following / size)
             if size >= 2 * small:
                 line = _line(size, less, taken, target)
@@ -126,7 +126,7 @@ class SizedTrial:
 
 
 def _line(size: int, less: int, taken: int, target: int) -> int:
-    """Extrapolate bytes linearly from those of a size and of its half."""
+    """Extrapolate bytes linearly from two steps, of `size` and of half that size."""
     return taken + (taken - less) * (target - size) * 2 // size
 
 

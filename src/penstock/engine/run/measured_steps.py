@@ -1,4 +1,4 @@
-"""Memory and time of an engine's largest steps, measured once on blank input."""
+"""Memory and time of an engine's largest steps, measured once on dummy input."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ from penstock.kv.block_format import BlockFormat
 from penstock.kv.segment import KVSpan
 from penstock.kv.states import RecurrentState, StateForm
 from penstock.kv.tails import Tails
+from penstock.models.adapters import adapters_of
 
 logger = logging.getLogger(__name__)
 
 FAR_TOKENS = 4_096
 """Context length of the calibration chunk for compressed layers: enough rows to fill the top-k."""
 SCAN_TRIAL_TOKENS = 16
-"""Tokens of the first trial chunk of a model with states: in shorter ones their bytes are most."""
+"""Tokens of the first trial chunk of a recurrent model; in a shorter one, its states dominate."""
 SCAN_TOKENS = 256
-"""Maximum number of tokens between which mlx-lm's scans have a weight for each pair."""
+"""Maximum number of tokens for whose pairs mlx-lm's scans compute a weight each."""
 SCAN_COPIES = 8
 """Number of float32 copies of these weights alive at once: 6 were measured."""
 LOGIT_COPIES = 4
@@ -74,18 +75,19 @@ def step_peaks(
     reserve: Reserve = no_reservation,
     free: Callable[[], float] = no_bound,
 ) -> StepPeaks:
-    """Return the peak bytes of the largest steps, without their results.
+    """Return the peak bytes of the largest steps, excluding their results.
 
-    They run once, unless an engine with the same limits was made on a model of this form before,
-    in this process or, where measuring takes long, in another one.
-    The tails may have allocated their memory afterwards.
+    They are measured only if no engine with the same limits and a model of the same shapes was
+    created before, in this process or, if measuring takes long, in another one.
+
+    Measuring may allocate the memory of the tails.
 
     Args:
         reserve: reserves the expected bytes of a step before it runs.
         free: returns the bytes that could be reserved.
 
     Raises:
-        LedgerFull, NeverFits: no memory for a step, or for a smaller one to extrapolate from.
+        LedgerFull, NeverFits: no step large enough to extrapolate from fits in memory.
     """
     run_as = (
         *(limits.step_tokens, limits.max_batch_size, limits.max_kv_size, limits.keep_tokens),
@@ -94,7 +96,7 @@ def step_peaks(
         limits.attend_rest,
         runner.ways.nbytes(1, 1) > 0,
     )
-    # Ranks run all steps together: none of them may have a file that another lacks.
+    # Ranks run all steps together, but only some of them may have the file.
     open_file = RememberedPeaks if runner.ranks == 1 else None
     return measured_once(
         runner.model, run_as, lambda: run_steps(runner, limits, tails, reserve, free), open_file
@@ -108,7 +110,7 @@ def run_steps(
     reserve: Reserve = no_reservation,
     free: Callable[[], float] = no_bound,
 ) -> StepPeaks:
-    """Measure the peak memory of the largest steps on blank input."""
+    """Measure the peak memory of the largest steps on dummy input."""
     width, slots = limits.speculative_tokens + 1, limits.max_batch_size
     figures = figures_of(runner)
     trials = StepTrials(
@@ -130,8 +132,8 @@ def run_steps(
         scan = scan_bytes(states, limits.step_tokens) if chunk.size < limits.step_tokens else 0
         return chunk.scaled(limits.step_tokens) + scan
 
-    logger.info("measuring the memory of engine steps, starting with a short one")
-    # Rows take little time: chunks, which grow most, have the rest of it.
+    logger.info("measuring the peak memory of engine steps, starting with a short one")
+    # Rows take little time, so most of it is left for chunks, whose memory grows most.
     decoded = trials.measure(
         partial(decode, runner, tails, width), slots, width * (token + logits), first=TRIAL_ROWS
     )
@@ -155,7 +157,7 @@ def run_steps(
             scores=scores,
         )
         far = blank + whole(beyond)
-    outside = outside_row_bytes(runner.model)  # which no trial sees
+    outside = outside_row_bytes(runner.model)  # not included in any trial
     return StepPeaks(
         prefill=whole(read) + limits.step_tokens * outside,
         decode=decoded.scaled(slots) + slots * width * outside,
@@ -168,17 +170,18 @@ def run_steps(
 
 
 def scan_bytes(states: StateForm, tokens: int) -> int:
-    """Return the bytes by which a scan over a chunk grows faster than in proportion."""
+    """Return the bytes of a scan over a chunk that grow with the square of its length."""
     heads = max((shape[1] for _, shape, _ in states.arrays if len(shape) == 4), default=0)
     return SCAN_COPIES * mx.float32.size * heads * min(tokens, SCAN_TOKENS) ** 2
 
 
 def prefill(runner: Runner, count: int) -> None:
-    runner.prefill([0] * count, (), 0)
+    runner.prefill([0] * count, (), 0, adapter=len(adapters_of(runner.model).names))
 
 
 def decode(runner: Runner, tails: Tails, width: int, count: int) -> None:
-    rows = [DecodeRow((), 0, slot, 0) for slot in range(count)]
+    kinds = 1 + len(adapters_of(runner.model).names)  # rows with different adapters take the most
+    rows = [DecodeRow((), 0, slot, 0, adapter=slot % kinds) for slot in range(count)]
     recurrent_states = [None] * count if runner.is_recurrent else []
     decoded = runner.decode([[0] * width] * count, rows, tails, recurrent_states)
     mx.eval(decoded.logits, decoded.arrays(), tails.buffers())
@@ -196,4 +199,5 @@ def _prefill_far(runner: Runner, count: int) -> None:
     nothing = {name: mx.zeros(shape, dtype) for name, shape, dtype in states.arrays}
     blank = BlockFormat.of(runner.shapes).blank(FAR_TOKENS)
     span = KVSpan(blank, 0, FAR_TOKENS)
-    runner.prefill([0] * count, [span], FAR_TOKENS, RecurrentState(states.states(nothing)))
+    state, last = RecurrentState(states.states(nothing)), len(adapters_of(runner.model).names)
+    runner.prefill([0] * count, [span], FAR_TOKENS, state, adapter=last)

@@ -1,6 +1,6 @@
 """Speculative decoding: propose tokens for a decode step to verify.
 
-    propose ──> a proposal per sequence, as far as its rule allows ──> cut to the best width
+    propose ──> a proposal per sequence, as far as its grammar allows ──> cut to the best width
         draft   ──> tokens of a draft model, if they pay for the time of drafting
         judge   ──> record the step time and the accepted tokens
 
@@ -39,8 +39,8 @@ class Speculator:
     """Proposes tokens for an engine's sequences. Not thread-safe: owned by the engine's thread.
 
     Args:
-        stores: KV stores; proposals end with tails and blocks.
-        limit: maximum proposed tokens per sequence and step; 0 for none.
+        stores: KV stores; a proposal never exceeds the tail or the block.
+        limit: maximum proposed tokens per sequence and step; 0 disables proposals.
     """
 
     def __init__(self, stores: KVStores, limit: int, draft: Draft | NoDraft) -> None:
@@ -70,7 +70,7 @@ class Speculator:
                 width := self._costs.best_width(_expected(sequences, proposals))
             ):
                 checked = [Proposal(tokens[:width], agreement) for tokens, agreement in proposals]
-        # A boundary: a proposal may be missing, an answer may not.
+        # Errors cost a proposal, never an answer.
         except Exception:  # noqa: BLE001
             self._note_fault()
         return checked
@@ -85,8 +85,8 @@ class Speculator:
         """Record the accepted tokens and the time of a step.
 
         Args:
-            accepted: number of accepted tokens of each; None for a failed row.
-            seconds: time of the step; None if it was not for these sequences alone.
+            accepted: number of accepted tokens per sequence; None for a failed row.
+            seconds: time of the step; None if it included other work.
         """
         if not self.max_tokens:
             return
@@ -105,7 +105,7 @@ class Speculator:
                         self._judge_draft(len(tokens), right)
             if self._draft.proposes:
                 self._retry(sequences)
-        # A boundary, as in `propose`.
+        # As in `propose`.
         except Exception:  # noqa: BLE001
             self._note_fault()
 
@@ -131,14 +131,14 @@ class Speculator:
             limits = [min(width, rooms[i]) for i in wanting]
             drafts = self._timed([sequences[i] for i in wanting], limits)
             return _merged(sequences, proposals, dict(zip(wanting, drafts, strict=True)))
-        # A boundary, as in `propose`.
+        # As in `propose`.
         except Exception:  # noqa: BLE001
             self._note_fault()
             self._draft.drop()
             return proposals
 
     def _timed(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
-        """Return the draft model's tokens, and record the time of a pass."""
+        """Return the draft model's tokens, and record the time per pass."""
         started = time.perf_counter()
         drafts = self._draft.draft(sequences, limits)
         if longest := max(map(len, drafts), default=0):
@@ -154,7 +154,7 @@ class Speculator:
             self._draft_share.add(value)
 
     def _retry(self, sequences: Items[Sequence]) -> None:
-        """Assume the draft model's initial acceptance rate again after many steps without it."""
+        """Reset the draft model's acceptance rate after many steps without drafted tokens."""
         self._undrafted += 1
         if self._undrafted > FORGET_STEPS:
             self._undrafted = 0
@@ -172,13 +172,13 @@ class Speculator:
             if len(proposal.tokens) > limit:
                 proposal = Proposal(proposal.tokens[:limit], proposal.agreement)
             return _allowed(sequence.sampler.constraint, proposal, limit)
-        # A boundary, as in `propose`.
+        # As in `propose`.
         except Exception:  # noqa: BLE001
             self._note_fault()
             return NOTHING
 
     def _known(self, proposal: Proposal) -> Proposal:
-        """Return the part of a proposal up to the first word of a key, which is no token."""
+        """Return the part of a proposal before the first placeholder, such as an image's."""
         size = self._stores.figures.vocabulary_size
         unknown = (i for i, token in enumerate(proposal.tokens) if token >= size)
         first = next(unknown, None)
@@ -189,7 +189,7 @@ class Speculator:
         self._counters.failed_proposals += 1
 
     def _room(self, sequence: Sequence) -> int:
-        """Return the maximum tokens to propose; a proposal ends with the tail and the block."""
+        """Return the maximum number of tokens to propose within the tail and the block."""
         kv = sequence.kv
         position = kv.position
         room = min(
@@ -227,7 +227,7 @@ def _wants(sequence: Sequence, proposal: Proposal) -> bool:
 def _merged(
     sequences: Items[Sequence], proposals: Items[Proposal], drafts: dict[int, list[int]]
 ) -> list[Proposal]:
-    """Return the proposals, with drafted tokens replacing some, as far as rules allow."""
+    """Return the proposals, with some replaced by drafted tokens, as far as grammars allow."""
     return [
         _allowed(sequences[i].sampler.constraint, Proposal(drafts[i], DRAFTED), len(drafts[i]))
         if drafts.get(i)
@@ -237,7 +237,7 @@ def _merged(
 
 
 def _allowed(rule: Rule, proposal: Proposal, limit: int) -> Proposal:
-    """Return the part of a proposal that a rule allows; forced tokens come first."""
+    """Return the tokens that a constraint forces, else the part of a proposal that it allows."""
     if forced := rule.forced()[:limit]:
         return Proposal(forced, LONGEST_NGRAM)
     return Proposal(proposal.tokens[: rule.allowed_tokens(proposal.tokens)], proposal.agreement)

@@ -1,12 +1,12 @@
 """Admission, growth, preemption and completion of the sequences of a batch.
 
-    admit   ──> pin the cached path, reserve bytes, take a slot: all or nothing
+    admit   ──> pin the cached path, reserve bytes, take a slot; all or none
         grow    ──> reserve bytes for the next tokens; when out of memory, preempt the lowest
         preempt ──> release everything but the tokens; the sequence is admitted again later
-        finish  ──> release everything, then post the end to the handle
+        finish  ──> release everything, then deliver the end of the answer
         fail    ──> the same, after wiping the slot
 
-The scheduler decides the order; `Admission` carries it out.
+The scheduler decides which sequence is next; `Admission` does the work.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Restorers(Protocol):
 
 
 class Admission:
-    """Open sequences, queued or placed. Not thread-safe: owned by the engine's thread."""
+    """Open sequences, waiting or admitted. Not thread-safe: owned by the engine's thread."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Admission:
     # ---- questions
 
     def readers(self) -> Iterator[PathReader]:
-        """Yield the path that each sequence reads, and the number of tokens read of it."""
+        """Yield the path that each sequence reads, and the number of leading tokens read."""
         for sequence in self.sequences.values():
             if sequence.kv.pin is not None:
                 yield sequence.kv.pin.path, sequence.kv.num_cached_tokens
@@ -71,12 +71,12 @@ class Admission:
     # ---- queueing and admission
 
     def add(self, sequences: Items[Sequence]) -> None:
-        """Queue the sequences of a request; QueueFull if too many wait, and none is added."""
+        """Queue the sequences of a request, all or none; raises QueueFull."""
         self._scheduler.add(*sequences)
         self.sequences.update((sequence.id, sequence) for sequence in sequences)
 
     def make_queue_room(self, owners: Path, added: int) -> None:
-        """Make room in the queue, displacing other clients' requests, or raise QueueFull."""
+        """Make room in the queue by removing other clients' requests, or raise QueueFull."""
         displaced = self._scheduler.to_displace(owners, added)
         waiting = self._scheduler.waiting_by_client
         for sequence in displaced:
@@ -105,7 +105,7 @@ class Admission:
     def spill(self, sequence: Sequence) -> None:
         """Spill KV to the cold tiers, and reserve memory for the next tokens of a prompt.
 
-        First commits blocks that earlier did not fit into the tree, because the reservation covers
+        First commits blocks that did not fit into the tree before, because the reservation covers
         only a few tokens. Waits for the tiers when memory is short. A sequence that still does not
         fit is preempted. If it is the only one, it is readmitted once without a shared path, which
         may hold more KV than it reads; after that it fails.
@@ -164,7 +164,7 @@ class Admission:
     def count_hit(self, sequence: Sequence, tokens: int, *, restored: bool = False) -> None:
         """Count prompt tokens read from the cache.
 
-        After a preemption a sequence finds its own KV in the cache, which is not counted.
+        Not counted after a preemption, when a sequence finds its own KV in the cache.
         """
         if sequence.was_preempted:
             return
@@ -176,7 +176,7 @@ class Admission:
     def advance(self, sequence: Sequence) -> None:
         """Move a prefilled sequence to RUNNING, or finish it if `max_tokens` is 0.
 
-        One whose positions are not known yet is moved by the planner when they are.
+        If its positions are not known yet, the planner moves it later.
         """
         if sequence.remaining_tokens or sequence.state is not State.PREFILLING:
             return
@@ -190,7 +190,7 @@ class Admission:
     # ---- leaving
 
     def preempt(self, sequence: Sequence) -> None:
-        """Preempt a sequence: release its place and bytes, and queue it again."""
+        """Preempt a sequence: release its slot and bytes, and queue it again."""
         sequence.kv.keep_end()
         node = sequence.kv.node
         self._release(sequence)
@@ -204,8 +204,8 @@ class Admission:
     ) -> None:
         """Release all bytes of a sequence, then end its answer.
 
-        So the bytes are free by the time that the end is read. The KV of a failed sequence, which
-        may contain NaN, is not cached.
+        So the bytes are free when the client sees the end. The KV of a failed sequence, which may
+        contain NaN, is not cached.
         """
         if not failed:
             sequence.kv.keep_end()
@@ -238,10 +238,10 @@ class Admission:
         prefixes = self._stores.prefixes
         prefixes.shrink(prefixes.ledger.set_limit(limit_bytes), "limit")
         for sequence in [s for state in PLACED for s in self._scheduler.sequences(state)[::-1]]:
-            if prefixes.ledger.used_bytes <= limit_bytes:
+            if prefixes.ledger.room_bytes >= 0:
                 break
             self.preempt(sequence)
-            prefixes.shrink(prefixes.ledger.used_bytes - limit_bytes, "limit")
+            prefixes.shrink(-prefixes.ledger.room_bytes, "limit")
         self._end_outgrown()
         for sequence in self._scheduler.in_line():
             try:
@@ -256,18 +256,18 @@ class Admission:
     # ---- helpers
 
     def _try_admit(self, sequence: Sequence) -> bool:
-        """Attach a path, reserve bytes and take a slot; False, and undo all of it, if none fit."""
+        """Attach a path, reserve bytes and take a slot; False, without effect, if out of memory."""
         sequence.kv.hash_blocks()
         alone = not self._scheduler.placed()
-        # Beside others it may be preempted for them; what it did alone is to be tried again then.
+        # With others, it may be preempted for them; it is then tried again alone.
         sequence.stuck = sequence.stuck and alone
         if sequence.stuck:
             sequence.kv.drop_unread()
         taken = self._take(sequence)
         if not taken and alone:
-            # A node that is longer than what the sequence reads of it, or the index of many
-            # nodes, may take the room that it needs. Nothing else runs: those that it does not
-            # read can be evicted.
+            # A node longer than the part that the sequence reads, or the bookkeeping of many nodes,
+            # may take the memory that it needs. Nothing else runs, so nodes off a shorter path can
+            # be evicted.
             taken = any(self._take(sequence, path) for path in sequence.kv.shorter_paths())
         if not taken:
             return False
@@ -285,13 +285,13 @@ class Admission:
         """Attach the cached path and reserve bytes for the next tokens.
 
         Args:
-            sequence: a sequence without a place.
-            block_hashes: blocks to look up; None for all.
+            sequence: a waiting sequence.
+            block_hashes: blocks to look up; None means all of its blocks.
 
         Returns:
             False, with nothing changed, if out of memory.
         """
-        # Pinned from now on: the path is not evicted to make room for the rest.
+        # The pin keeps the path from being evicted to make room for the rest.
         sequence.kv.attach(block_hashes)
         has_room = self._budget.has_room(sequence, self._scheduler.placed())
         if has_room and self._budget.reserve(sequence):
@@ -300,9 +300,9 @@ class Admission:
         return False
 
     def _others_to_preempt(self, sequence: Sequence) -> Items[Sequence]:
-        """Return the sequences to preempt, in order, to admit a waiting one; empty if none help.
+        """Return the sequences to preempt, in order, to admit a waiting one; empty if that fails.
 
-        A turn is ended early only if the tree keeps everything that the sequence has computed.
+        A turn is ended early only if the tree keeps all KV that the sequence has computed.
         """
         placed, reachable = self._scheduler.placed(), sequence.kv.reachable_tokens
         for others, evict in (
@@ -318,7 +318,11 @@ class Admission:
         """End a sequence that is alone and cannot grow, after readmitting it once with all memory.
 
         On readmission, index bytes and nodes longer than the part that it reads can be evicted.
+        While other models hold bytes, it waits for them instead.
         """
+        if self._stores.prefixes.ledger.crowded and self._budget.fits_alone(sequence):
+            self.preempt(sequence)
+            return
         if sequence.stuck or not self._budget.fits_alone(sequence):
             self.finish(sequence, lambda s: s.end("length"))
             return
@@ -326,7 +330,7 @@ class Admission:
         self.preempt(sequence)
 
     def _end_outgrown(self) -> None:
-        """End queued sequences with generated tokens that could not get another one even alone."""
+        """End queued sequences with generated tokens that could not continue even if alone."""
         for sequence in self._scheduler.in_line():
             if sequence.generated_tokens and not self._budget.fits_alone(sequence):
                 self.finish(sequence, lambda s: s.end("length"))

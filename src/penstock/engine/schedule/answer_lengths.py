@@ -7,7 +7,7 @@ from collections import deque
 LEAST_TOKENS = 256
 """Minimum expected length of an answer, in tokens."""
 LEAST_REST_TOKENS = 64
-"""Minimum expected number of tokens still to come of a running answer."""
+"""Minimum expected number of remaining tokens of a running answer."""
 REMEMBERED_ANSWERS = 256
 """Number of recent answers averaged for the estimate."""
 

@@ -28,7 +28,7 @@ from penstock.memory.sizes import format_bytes
 from penstock.prefix.pin import Pin
 
 GROWTH_TOKENS = 32
-"""Number of tokens whose bytes are reserved together during decoding."""
+"""Number of tokens for which bytes are reserved at a time during decoding."""
 
 
 class Copying(Protocol):
@@ -49,11 +49,11 @@ class KVTree(BlockTree, Protocol):
 
 class ReservedKV(Protocol):
     reservation: Reservation | None
-    """Bytes of KV outside the tree, computed or still to compute; None without a place."""
+    """Bytes of KV outside the tree, computed or still to compute; None while waiting."""
 
     @property
     def pin(self) -> Pin[Segment] | None:
-        """Pinned path in the prefix tree; None without one."""
+        """Pinned path in the prefix tree; None while waiting."""
 
     @property
     def num_cached_tokens(self) -> int: ...
@@ -64,7 +64,7 @@ class ReservedKV(Protocol):
 
 class Admissible(Protocol):
     step_reservation: Reservation | None
-    """Bytes that the sequence adds to a step's buffers; None without a place."""
+    """Bytes that the sequence adds to a step's buffers; None while waiting."""
     reserved_tokens: int
 
     @property
@@ -96,10 +96,9 @@ class MemoryBudget:
 
     Args:
         prefixes: prefix tree, whose unpinned nodes are evicted to make room for sequences.
-        copying: components that set bytes aside for copies: blocks being written or encoded, and
-            windows.
+        copying: components that reserve bytes for copies of blocks and windows.
         token_bytes: bytes of one token's KV in all layers, key index included.
-        draft_bytes: bytes of the draft model before it reads any tokens.
+        draft_bytes: bytes of the draft model, excluding its KV.
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class MemoryBudget:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of a step's buffers, without the part that depends on sequence lengths."""
+        """Bytes of a step's buffers, excluding the part that depends on sequence lengths."""
         return self._aside.step.nbytes
 
     @property
@@ -146,11 +145,11 @@ class MemoryBudget:
 
     @property
     def in_flight_tokens(self) -> int:
-        """Maximum number of a sequence's tokens in memory before its earlier ones are spilled."""
+        """Maximum number of a sequence's tokens in memory that cannot be spilled yet."""
         return self._estimator.in_flight_tokens
 
     def check_fits(self, sequence: Admissible) -> None:
-        """Raise NeverFits if a sequence could not get one more token even if it ran alone."""
+        """Raise NeverFits if a sequence could not get one more token even alone."""
         if self.fits_alone(sequence) or (self._evict_grammars() and self.fits_alone(sequence)):
             return
         fixed, limit, tokens = self.fixed_bytes, self._ledger.limit_bytes, len(sequence.tokens)
@@ -158,7 +157,7 @@ class MemoryBudget:
         needed = self._needed_bytes(tokens) + logits
         room, max_tokens = max(0, limit - fixed), self.most_tokens(logits)
         beside = f" with {format_bytes(logits)} of logits for its tokens" if logits else ""
-        # Clients look for these words, and for numbers without commas.
+        # Clients search for these phrases, and parse numbers without commas.
         raise NeverFits(
             f"prompt is too long: {tokens} tokens > {max(0, max_tokens - 1)} maximum. "
             f"This model's maximum context length is {max_tokens} tokens in this memory; "
@@ -189,6 +188,15 @@ class MemoryBudget:
                 over = tokens
         return fits
 
+    def missing_bytes(self, sequence: Admissible) -> int:
+        """Return the bytes that a waiting sequence would lack after all cold KV is evicted.
+
+        Only other models that share the ledger can hold them.
+        """
+        needed = self._needed_bytes(len(sequence.tokens) + GROWTH_TOKENS)
+        needed += self._logits_bytes(sequence) + _score_bytes(sequence) - self._aside.chunk.nbytes
+        return max(0, needed - self._ledger.room_bytes - self._prefixes.evictable_bytes)
+
     def check_limit(self, limit_bytes: int) -> None:
         fixed = self.fixed_bytes
         if fixed > limit_bytes:
@@ -201,7 +209,7 @@ class MemoryBudget:
             )
 
     def has_room(self, sequence: Admissible, placed: Iterable[Admissible]) -> bool:
-        """Return whether the expected bytes of a sequence fit beside those of the others.
+        """Return whether the expected bytes of a sequence fit together with the admitted ones'.
 
         Evictable bytes count as free. A sequence that is alone always has room: it may grow until
         memory is full.
@@ -270,19 +278,19 @@ class MemoryBudget:
     # ---- acts
 
     def set_aside_prompts(self, nbytes: int) -> int:
-        """Set aside bytes for prompts, half of the free ones at most; return them."""
+        """Reserve up to `nbytes` for prompts, at most half of the free bytes; return the number."""
         self._prefixes.make_room(max(0, nbytes - self._prompts.nbytes))
         room = self._ledger.free_bytes + self._prompts.nbytes
         self._prompts.resize(min(nbytes, room // 2))
         return self._prompts.nbytes
 
     def reserve_grammars(self, nbytes: int) -> None:
-        """Reserve memory for all compiled grammars; without room, LedgerFull or NeverFits."""
+        """Reserve memory for all compiled grammars; raises LedgerFull or NeverFits."""
         self._prefixes.make_room(max(0, nbytes - self._grammars.nbytes))
         self._grammars.resize(nbytes)
 
     def reserve(self, sequence: Admissible) -> bool:
-        """Reserve uncached KV and the next tokens' bytes; False, unchanged, if out of memory."""
+        """Reserve bytes for uncached KV and the next tokens; False, with no effect, if full."""
         sequence.kv.reservation = self._ledger.reserve(Kind.TAILS, 0)
         sequence.step_reservation = self._ledger.reserve(Kind.BUFFERS, 0)
         sequence.reserved_tokens = 0
@@ -303,7 +311,7 @@ class MemoryBudget:
         return any(self._reserve_up_to(sequence, end) for end in ahead)
 
     def reserve_anew(self, sequence: Admissible) -> bool:
-        """Adjust the KV reservation to the cached tokens; False, unchanged, if out of memory."""
+        """Adjust the KV reservation to the cached tokens; False, with no effect, if full."""
         assert sequence.kv.reservation is not None
         cached = sequence.kv.num_cached_tokens
         more = (
@@ -358,7 +366,7 @@ class MemoryBudget:
         return self._grammars.nbytes < before
 
     def _reserve_up_to(self, sequence: Admissible, tokens: int) -> bool:
-        """Reserve KV for the first `tokens` tokens; False, with nothing changed, if it is full."""
+        """Reserve KV for the first `tokens` tokens; False, with no effect, if out of memory."""
         reservation, step, chunk = (
             sequence.kv.reservation,
             sequence.step_reservation,
@@ -369,7 +377,7 @@ class MemoryBudget:
         cached = sequence.kv.num_cached_tokens
         kv = needed = estimator.sequence_bytes(tokens, cached)
         kv -= estimator.sequence_bytes(before, cached) if before else 0
-        # With spilling, each block that is decoded takes the index of a node out of it.
+        # With spilling, the node of each decoded block is paid from the reservation.
         kv = max(kv, needed - reservation.nbytes)
         scores = estimator.decode_bytes(tokens) + _score_bytes(sequence) - step.nbytes
         reading = max(0, self._chunk_bytes(sequence, tokens) - chunk.nbytes)
@@ -382,7 +390,7 @@ class MemoryBudget:
         return True
 
     def _expected_tokens(self, sequence: Admissible) -> int:
-        """Return the expected number of KV tokens of a sequence at its end."""
+        """Return the expected number of a sequence's KV tokens when it ends."""
         rest = self.lengths.rest_tokens(sequence.generated_tokens)
         tokens = min(len(sequence.tokens) - 1 + rest, sequence.max_kv_tokens)
         return max(tokens, sequence.reserved_tokens)
@@ -411,19 +419,19 @@ class MemoryBudget:
         return self._estimator.prefill_bytes(tokens) + self._logits_bytes(sequence)
 
     def _needed_bytes(self, tokens: int) -> int:
-        """Return the bytes, index included, that a sequence of `tokens` KV tokens takes alone."""
+        """Return the bytes of a sequence of `tokens` KV tokens and of its nodes in the tree."""
         blocks = self._estimator.shared_tokens(tokens) // self._prefixes.block_size
         return self._alone_bytes(tokens) + self._prefixes.index_bytes(blocks + 1)
 
     def _alone_bytes(self, tokens: int) -> int:
-        """Return the bytes, index excluded, that a sequence of `tokens` KV tokens takes alone."""
+        """Return the bytes of a sequence of `tokens` KV tokens, excluding its nodes in the tree."""
         estimator = self._estimator
         step = estimator.decode_bytes(tokens) + estimator.prefill_bytes(tokens)
         return estimator.sequence_bytes(tokens) + step
 
     @property
     def _copies_bytes(self) -> int:
-        """Bytes set aside for copies of blocks and windows."""
+        """Bytes reserved for copies of blocks and windows."""
         return sum(part.nbytes for part in self._copying)
 
 

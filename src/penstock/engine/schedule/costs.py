@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from penstock.attention.attention_memory import STREAMED_TOKENS, AttentionMemory
 from penstock.attention.span_attention import ALL_TOKENS
+from penstock.config.defaults import ATTEND_GROUP_TOKENS
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.model.figures import ModelFigures
 from penstock.engine.model.prompt_logprobs import PIECE_BYTES, PIECE_LOGITS, PromptLogprobs
@@ -27,7 +28,7 @@ DEQUANTIZED_BUFFERS = 4
 MASK_BYTES = 5
 """Bytes per vocabulary token of a grammar's bitmask and the masked logits."""
 PROPOSER_BYTES = 8
-"""Bytes per token that the n-gram proposer keeps: the token and its filter entry."""
+"""Bytes per token that the n-gram proposer stores: the token and its filter entry."""
 LOGITS_BYTES = 32_000_000
 """Maximum bytes of prompt logits computed at once, unless a single block needs more."""
 LOGIT_BYTES = 12
@@ -40,6 +41,8 @@ CODE_SPANS = 4
 """Maximum number of tokens that a codec encodes together in selected blocks."""
 STREAMED_COPIES = 2
 """Number of streamed KV pieces alive at once: the current one and the next."""
+MIXED_COPIES = 8
+"""Number of extra copies of a layer's queries in a pass of chunks and decodes: 6 were measured."""
 STEPS_OF_TWO = 16
 """Number of rounding steps between two powers of two for measured bytes."""
 
@@ -67,12 +70,11 @@ class MemoryEstimator:
         codec = limits.kv_cache_quantization
         self._coded = codec not in (None, RAW)
         self._all_scores = holds_all_scores(figures, memory)
-        """Whether all scores of a chunk are in memory at once."""
+        """Whether all attention scores of a chunk are in memory at once."""
         self._measured_scores = figures.heads * peaks.measured_tokens**2
-        """Number of scores in the measured chunk, if all are in memory at once."""
+        """Number of scores of the measured chunk, if all are in memory at once."""
         self._far_bytes = SLACK * max(0, peaks.far - peaks.prefill) / peaks.far_tokens
-        """Bytes per context token that a chunk adds beyond the measured far chunk, with compressed
-        layers."""
+        """Bytes per context token of a chunk beyond the measured ones, with compressed layers."""
         self._score_bytes = _most_bytes(figures, memory.score_bytes)
         self._chunk_score_bytes = _most_bytes(figures, memory.chunk_score_bytes)
 
@@ -81,9 +83,9 @@ class MemoryEstimator:
         return self._peaks.token_seconds
 
     def sequence_bytes(self, tokens: int, num_cached_tokens: int = 0) -> int:
-        """Return the maximum bytes of a sequence's KV and states outside the cached tokens."""
+        """Return the maximum bytes of a sequence's KV and states, excluding cached tokens."""
         if not self._figures.drops:
-            # Rows that are loose, until they are in the columns of an unfinished block.
+            # Compressed rows that stay in the states until their block is complete.
             loose = self._limits.block_size if self._figures.compresses else 0
             private = max(0, tokens - num_cached_tokens) + loose
             return private * self._figures.held_token_bytes + self._figures.state_bytes
@@ -92,7 +94,8 @@ class MemoryEstimator:
         resident = min(private, self._most_resident)
         spilled = private - resident
         if tokens > window:
-            # Tokens seen behind the kept ones, in runs that are freed as a whole, and a new chunk.
+            # Tokens in the window after the kept ones, in spans that are freed as a whole, and a
+            # chunk.
             attention_windows = self._figures.windows
             ring = max(
                 (attention_window.window or 0 for attention_window in attention_windows), default=0
@@ -102,9 +105,9 @@ class MemoryEstimator:
         return kv_bytes + self._figures.state_bytes + self.path_bytes(tokens - num_cached_tokens)
 
     def path_bytes(self, tokens: int) -> int:
-        """Return the index bytes of `tokens` tokens to commit, if KV is spilled; else 0.
+        """Return the bytes of the tree's nodes for `tokens` tokens if KV is spilled; else 0.
 
-        Without spilling, the index takes evictable bytes or bytes reserved for KV.
+        Without spilling, evictable bytes or bytes reserved for KV cover the nodes.
         """
         limits = self._limits
         if limits.active_kv_size is None:
@@ -113,12 +116,12 @@ class MemoryEstimator:
 
     @property
     def _most_resident(self) -> int:
-        """Maximum number of tokens of a sequence with KV in memory, besides its window."""
+        """Maximum number of tokens of a sequence with KV in memory."""
         active = self._limits.active_kv_size
         return ALL_TOKENS if active is None else active + self.in_flight_tokens
 
     def spilled_tokens(self, tokens: int) -> int:
-        """Return the maximum number of a sequence's tokens in a cold tier only."""
+        """Return the maximum number of a sequence's tokens with KV only in a cold tier."""
         return max(0, min(tokens, self._limits.max_kv_size) - self._most_resident)
 
     @property
@@ -159,13 +162,13 @@ class MemoryEstimator:
     def decode_bytes(self, tokens: int) -> int:
         """Return the bytes that a sequence adds to each decode step: attention scores and copies.
 
-        With compressed layers these are its new states: such sequences are decoded one after the
-        other, each in less memory than a chunk takes.
+        With compressed layers, these are its new states: such sequences are decoded one by one,
+        each in less memory than a chunk takes.
         """
         if self._figures.compresses:
             return self._figures.state_bytes
         width = self._limits.speculative_tokens + 1
-        # States behind all proposed tokens beside those behind the accepted ones.
+        # States after all proposed tokens, in addition to those after the accepted ones.
         states = self._figures.state_bytes if width > 1 else 0
         # The sequence's text, and a predicted text of the same length.
         copy = PROPOSER_BYTES * (tokens + max(tokens, LEAST_PREDICTION)) if width > 1 else 0
@@ -177,9 +180,9 @@ class MemoryEstimator:
     def prefill_bytes(self, tokens: int) -> int:
         """Return the bytes that a sequence adds to a step that prefills it.
 
-        One joined layer, and the scores beyond those included in the measured step: one token's, or
-        the measured chunk's if all scores of a chunk are in memory at once. Only one sequence
-        prefills at a time. Dequantizing codes during decode takes no more.
+        These are one joined layer, and scores beyond those of the measured step: of one token, or
+        of a chunk if all scores of a chunk are in memory at once. Only one sequence prefills at a
+        time. Dequantizing codes during decode takes no more.
 
         With compressed layers the bytes were measured. Each token selects a bounded number of rows,
         so a chunk far into a prompt adds a constant number of bytes per context token.
@@ -188,7 +191,7 @@ class MemoryEstimator:
         if self._figures.compresses:
             return int(self._far_bytes * max(0, seen - self._peaks.far_tokens))
         joined = self._figures.most_joined
-        if seen <= self._limits.max_kv_size:  # in front of a window's end
+        if seen <= self._limits.max_kv_size:  # the window is not full yet
             seen = max(min(seen, joined), min(seen, STREAMED_COPIES * STREAMED_TOKENS))
         chunk = min(self._limits.step_tokens, tokens)
         scores = seen * self._figures.heads * (chunk if self._all_scores else 1)
@@ -197,7 +200,7 @@ class MemoryEstimator:
         layer = 2 * self._figures.layer_bytes * seen
         if self._coded and self._figures.shapes:
             numbers = max(s.kv_heads * (s.key_dim + s.value_dim) for s in self._figures.shapes)
-            # Dequantized as it is joined; before that where a model uses its own attention.
+            # Dequantized in pieces while joined, or as a whole for a model's own attention.
             whole = DEQUANTIZED_BUFFERS * mx.float32.size * numbers * seen
             pieces = piece_bytes(self._figures.shapes, self._memory.lanes)
             layer += whole if self._figures.joined else pieces
@@ -232,18 +235,33 @@ class MemoryEstimator:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of a step's buffers, without the parts that depend on sequence lengths."""
+        """Bytes of a step's buffers, excluding the parts that depend on sequence lengths."""
         limits, figures, peaks = self._limits, self._figures, self._peaks
-        masks = MASK_BYTES * limits.max_batch_size * figures.vocabulary_size
-        taken = _rounded(max(peaks.prefill, peaks.decode, peaks.sample + masks))
+        taken = _rounded(self.peak_bytes)
         if figures.compresses:
             folding = 2 * limits.block_size * figures.token_bytes
             return int(max(taken, peaks.far) * SLACK) + folding
         folding = 2 * span_tokens(limits.block_size) * figures.held_token_bytes
         return int(taken * SLACK) + self._unmeasured_bytes() + folding + figures.choice.step_bytes
 
+    @property
+    def mixed_tokens(self) -> int:
+        """Maximum prompt tokens in a pass shared with a decode step; 0 if there is no room."""
+        limits, figures, peaks = self._limits, self._figures, self._peaks
+        dim = max((max(s.key_dim, s.value_dim) for s in figures.shapes), default=0)
+        copies = MIXED_COPIES * mx.float32.size * figures.heads * dim
+        decoded = limits.max_batch_size * (limits.speculative_tokens + 1)
+        left = self.peak_bytes - peaks.decode - copies * decoded
+        return max(0, int(left / (peaks.prefill / limits.step_tokens + copies)))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of the largest measured step, excluding slack."""
+        masks = MASK_BYTES * self._limits.max_batch_size * self._figures.vocabulary_size
+        return max(self._peaks.prefill, self._peaks.decode, self._peaks.sample + masks)
+
     def _unmeasured_bytes(self) -> int:
-        """Return the bytes of scores of a chunk far into a prompt beyond the measured ones."""
+        """Return the bytes of the scores of a chunk far into a prompt that were not measured."""
         limits, figures, memory = self._limits, self._figures, self._memory
         queries = figures.heads * limits.step_tokens
         at_once = memory.scores_at_once if figures.joined else memory.chunk_scores
@@ -262,11 +280,12 @@ class MemoryEstimator:
         return self._copy_bytes(choice.tokens) + choice.score_token_bytes * tokens
 
     def _prompt_choice_bytes(self, tokens: int) -> int:
-        """Return the maximum bytes that a choice of a prompt's chunk takes in one layer."""
+        """Return the maximum bytes that the selection of a prompt's chunk takes in one layer."""
         choice = self._figures.choice
         if tokens <= choice.prompt_tokens:
             return 0
-        return self._copy_bytes(choice.prompt_tokens) + choice.prompt_score_token_bytes * tokens
+        read = choice.prompt_tokens + ATTEND_GROUP_TOKENS
+        return self._copy_bytes(read) + choice.prompt_score_token_bytes * tokens
 
     def _copy_bytes(self, chosen: int) -> int:
         """Return the maximum bytes of the copies of `chosen` tokens of one layer."""
@@ -305,9 +324,9 @@ def first_scores_bytes(figures: ModelFigures, memory: AttentionMemory, tokens: i
 
 
 def path_bytes(tokens: int, block_size: int, chunk_tokens: int) -> int:
-    """Return the bytes of the tree's index of `tokens` tokens prefilled in chunks.
+    """Return the bytes of the tree's nodes for `tokens` tokens prefilled in chunks.
 
-    A node has a span of blocks, or a shorter chunk, until the whole prompt is read.
+    Until the whole prompt is prefilled, a node has at most a span of blocks or a chunk.
     """
     chunk = max(block_size, chunk_tokens // block_size * block_size)
     node_tokens = min(span_tokens(block_size), chunk)
@@ -316,7 +335,7 @@ def path_bytes(tokens: int, block_size: int, chunk_tokens: int) -> int:
 
 
 def _most_bytes(figures: ModelFigures, score_bytes: Callable[[mx.Dtype], int]) -> int:
-    """Return the working memory per score of the layer with the largest."""
+    """Return the largest working memory per score of all layers."""
     if figures.joined:
         return JOINED_SCORE_BYTES
     return max((score_bytes(shape.dtype) for shape in figures.shapes), default=0)

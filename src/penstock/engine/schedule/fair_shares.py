@@ -5,10 +5,10 @@
     requests      r1 r2    r3               r4         and so on down to requests
     sequences     ......   ..               .
 
-Among shares with equally many places, the one with the least work so far is next: a share whose
-sequences are short gets more of them in. Work is counted in tokens of prompts. A share that opens
-begins with as much work as its busiest sibling: it gets no credit for time without requests.
-Counters of a share are forgotten with its last sequence.
+Among shares with equally many places, the one with the least work so far is next, so a share with
+short sequences runs more of them. Work is measured in prompt tokens. A new share starts with as
+much work as its busiest sibling: it gets no credit for time without requests. A share is removed
+with its last sequence.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 GENERATED_WORK = 8
 """Cost of one generated token, in prompt tokens: prefill processes many tokens at a time."""
 TURN_WORK = 256
-"""Minimum work of a turn before a sequence is preempted for a request without a place."""
+"""Minimum work of a turn before a sequence is preempted for a waiting request."""
 EARLY_WORK = 64
 """Minimum work of a turn before preemption for a short sequence that needs none of its memory.
 
-Little is recomputed afterwards: part of a block, or blocks evicted from a full memory.
+Little is recomputed afterwards: part of a block, or blocks evicted under memory pressure.
 """
 MOST_IN_TURNS = 8
 """Maximum number of waiting requests that take turns.
@@ -58,15 +58,15 @@ class _Share:
     work: int
     """Work of finished turns, plus the work of the busiest sibling when this share was opened."""
     sequences: int = 0
-    """Number of open sequences, placed or not."""
+    """Number of open sequences, admitted or waiting."""
     begun: bool = False
-    """Whether one of its sequences has been placed."""
+    """Whether one of its sequences has been admitted."""
     children: set[Path] = field(default_factory=set)
 
 
 @dataclass(slots=True)
 class _ShareTurn(Generic[T]):
-    """One stay of a sequence in a place."""
+    """Time of a sequence in a place, from admission to preemption or its end."""
 
     sequence: T
     start: int
@@ -86,7 +86,7 @@ class _ShareTurn(Generic[T]):
 
     @property
     def least(self) -> int:
-        """Work after which the turn may end in favor of a request without a place."""
+        """Work after which the turn may end for a waiting request."""
         return self.repeated + max(TURN_WORK, self.repeated)
 
     @property
@@ -104,7 +104,7 @@ class FairShares(Generic[T]):
         self._shares: dict[Path, _Share] = {(): _Share(0)}
         self._turns: dict[int, _ShareTurn[T]] = {}
         self._broken_off: dict[int, _ShareTurn[T]] = {}
-        """Last turns of sequences preempted before the end of their prefill."""
+        """Turns of sequences that were preempted before the end of their prefill."""
 
     # ---- questions
 
@@ -136,9 +136,9 @@ class FairShares(Generic[T]):
     def to_preempt(self, sequence: T, placed: Iterable[T]) -> list[T]:
         """Return placed sequences to preempt for a waiting one, in order.
 
-        First those of shares with at least two places more than the waiting one's, until that is
-        even. If its share has no place, also those whose turn was long enough; a long prompt waits
-        for longer turns.
+        First those of shares with at least two more places than the waiting one's, until they are
+        balanced. If its share has no place, also those whose turn was long enough; a longer prompt
+        waits for longer turns.
         """
         places, _ = self._standing()
         rest, victims = list(placed), []
@@ -184,7 +184,7 @@ class FairShares(Generic[T]):
         return [places[share] for share in shares_of(sequence)]
 
     def has_begun(self, request: Path) -> bool:
-        """Return whether a sequence of an open request has been placed."""
+        """Return whether a sequence of an open request has been admitted."""
         return self._shares[request].begun
 
     # ---- acts
@@ -213,7 +213,7 @@ class FairShares(Generic[T]):
         self._broken_off.pop(sequence.id, None)
 
     def begin_turn(self, sequence: T, *, again: bool) -> None:
-        """Begin a turn when a sequence is placed; at most half of a turn may be recomputation."""
+        """Begin the turn of an admitted sequence; at most half of it may be recomputation."""
         repeated, credit = sequence.remaining_tokens if again else 0, 0
         if (before := self._broken_off.pop(sequence.id, None)) is not None:
             repeated, credit = max(repeated, before.repeated), before.whole
@@ -224,7 +224,7 @@ class FairShares(Generic[T]):
     def end_turn(self, sequence: T, *, prefilled: bool) -> None:
         """End the turn of a sequence and count its work.
 
-        A sequence preempted during prefill continues its turn when it is placed again.
+        A sequence preempted during prefill continues its turn when it is admitted again.
         """
         turn = self._turns.pop(sequence.id)
         if not prefilled and turn.whole < turn.least:
@@ -235,7 +235,7 @@ class FairShares(Generic[T]):
     # ---- parts
 
     def _standing(self) -> tuple[defaultdict[Path, int], defaultdict[Path, int]]:
-        """Return the places and the work of all shares, including the current turns."""
+        """Return the number of places and the work of each share, including current turns."""
         places: defaultdict[Path, int] = defaultdict(int)
         work = defaultdict(int, {share: entry.work for share, entry in self._shares.items()})
         for turn in self._turns.values():
@@ -252,7 +252,7 @@ class FairShares(Generic[T]):
         )
 
     def _turn_done(self, other: T, sequence: T) -> bool:
-        """Return whether a placed sequence has done enough work to make way for a waiting one."""
+        """Return whether an admitted sequence has done enough work to be preempted for another."""
         turn = self._turns[other.id]
         return turn.whole >= max(turn.least, sequence.remaining_tokens)
 

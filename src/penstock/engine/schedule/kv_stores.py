@@ -98,7 +98,7 @@ class KVStores:
         return sum(nbytes_by_id.values())
 
     def resume(self, path: Path, max_kv_tokens: int) -> tuple[int, RecurrentState | None]:
-        """Return the last position to resume at: windows complete, with recurrent states."""
+        """Return the last position where all layers can resume, and the recurrent states there."""
         position = limit = max_kv_tokens
         while True:
             for part in self.retentions:
@@ -127,13 +127,12 @@ class KVStores:
     def explain(
         self, tokens: Items[int], block_hashes: Items[bytes], salt: str = ""
     ) -> tuple[int | None, str]:
-        """Return the position at which a prompt could resume, and the reason why it is no later.
+        """Return the position at which a prompt could resume, and the reason why it is not later.
 
-        The position is None if it is the end of the cached tokens, apart from the prompt's last
-        token.
+        The position is None if all cached tokens except the prompt's last can be reused.
 
         Args:
-            block_hashes: hashes of its whole blocks.
+            block_hashes: hashes of the prompt's whole blocks.
         """
         match = self.prefixes.match(block_hashes)
         cached = min(match.tokens, max(0, len(tokens) - 1))
@@ -150,7 +149,7 @@ class KVStores:
         return resumes, _resume_reason(match.tokens, cached, readable, whole, resumes)
 
     def coded(self, segment: Segment, start: int) -> Segment:
-        """Return whole blocks in the form that later blocks read: encoded if a codec is set."""
+        """Return whole blocks in the format that later tokens attend to, such as quantized."""
         coded = segment
         try:
             for part in self.retentions:
@@ -161,7 +160,7 @@ class KVStores:
         return coded
 
     def cut_tail(self, slot: int, stop: int, start: int, behind: Segment | None = None) -> Segment:
-        """Copy the first columns of a slot, appended to a segment if given; both from `start`."""
+        """Copy a slot's first columns, appended to `behind` if given; the result is at `start`."""
         if not self.figures.index_token_bytes:
             return self.tails.cut(slot, stop, behind)
         tail_start = start + (0 if behind is None else behind.tokens)
@@ -188,7 +187,7 @@ class KVStores:
         return segment, state
 
     def ended(self, segment: Segment, state: RecurrentState | None) -> Segment | None:
-        """Return the end of a sequence in a form that can be resumed; None if impossible."""
+        """Return the end of a sequence with the state needed to resume; None if impossible."""
         end: Segment | None = segment
         for part in self.retentions:
             end = None if end is None else part.ended(end, state)
@@ -211,7 +210,7 @@ class KVStores:
         """Merge small nodes of a path that a sequence no longer reads; failures are harmless."""
         try:
             self.prefixes.tidy(node)
-        except (MemoryError, RuntimeError):  # MLX found no room for the copy
+        except (MemoryError, RuntimeError):  # MLX is out of memory
             self.counters.out_of_memory += 1
 
     def close(self) -> None:
@@ -231,7 +230,7 @@ class KVStores:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Return whether an error is a failed allocation of MLX; the message differs by back end."""
+    """Return whether an error is a failed allocation of MLX; messages differ by back end."""
     text = str(error).lower()
     words = ("malloc", "unable to allocate", "out of memory", "bad_alloc", "attempting to allocate")
     return isinstance(error, MemoryError) or (

@@ -4,7 +4,7 @@
         attach  ──> find: a leaf with the next tokens becomes an own span of the sequence
         commit  ──> covered: the whole block is in the tree, so the leaf is dropped
 
-A conversation thus resumes at the token where it ended, not at the block boundary before.
+So a conversation resumes at the token where it ended, not at the preceding block boundary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.prefix.pin import Pin
 
 
 class PartialBlock:
-    """The partial block from which a sequence resumed, and the one that it caches at its end."""
+    """Partial block from which a sequence resumed, and the one that it caches when it ends."""
 
     def __init__(self, stores: KVStores) -> None:
         self._stores = stores
@@ -88,12 +88,12 @@ class PartialBlock:
         recurrent_state: RecurrentState | None,
         paid: Reservation,
     ) -> None:
-        """Cache the end of a sequence as a leaf, if memory allows; it replaces the previous leaf.
+        """Cache the end of a sequence as a leaf that replaces the previous one, if memory allows.
 
         Args:
             start: position of the partial block.
             root: hash of the block before it, or the root hash.
-            segment: their KV, in buffers of its own.
+            segment: KV of the tokens, in buffers not shared with others.
             recurrent_state: states after the tokens; None without recurrent layers.
             paid: reservation that includes the segment.
         """

@@ -1,8 +1,8 @@
-"""Fair shares of the queue: one client cannot keep others out. Pure.
+"""Fair shares of the queue: one client cannot lock out others. Pure functions.
 
 A single client may fill the queue of `max_queue` sequences. A request of another client then
-displaces the latest requests of the client with the most waiting sequences, until both have equally
-many. Requests that have begun are not displaced; instead the new request is queued beyond
+removes the latest requests of the client with the most waiting sequences, until both have equally
+many. Requests that have started are not removed; instead the new request is queued beyond
 `max_queue`, up to an equal share for its client.
 """
 
@@ -25,24 +25,24 @@ class QueueShares:
 
     max_queue: int
     waiting: Counter[str | int]
-    """Number of sequences waiting for their first place, by client."""
+    """Number of sequences not admitted yet, by client."""
 
     def to_displace(
         self, client: str | int, added: int, requests: Mapping[Path, int]
     ) -> list[Path]:
-        """Return the requests to displace so that a request of a client can be queued.
+        """Return the requests to remove from the queue to make room for a request of a client.
 
         Args:
-            requests: requests that may be displaced, with their sizes, latest last.
+            requests: requests that may be removed, with their numbers of sequences, latest last.
 
         Raises:
-            QueueFull: displacing them would not make enough room.
+            QueueFull: removing them would not make enough room.
         """
         waiting, displaced = self.waiting.copy(), []
         waiting[client] += added
         latest = list(requests.items())[::-1]
         while waiting.total() > self.max_queue:
-            # A client is never displaced below the number of the new request's client.
+            # No client keeps fewer sequences than the new request's client has.
             losing = [
                 (waiting[owners[0]], owners, size)
                 for owners, size in latest

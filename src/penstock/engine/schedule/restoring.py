@@ -2,9 +2,9 @@
 
     prefilling ──> begin: a tier has more blocks of the chain, and reading them is faster
         restoring  ──> take: blocks read are inserted into the tree
-                              ──> all blocks were read, or the deadline has passed: prefilling again
+                              ──> all blocks were read, or the deadline has passed: prefilling
 
-With recurrent layers the checkpoint is read after the blocks, and the sequence cannot resume until
+With recurrent layers, the checkpoint is read after the blocks, and the sequence resumes only once
 it has arrived.
 """
 
@@ -33,7 +33,7 @@ class Restoring:
 
     Args:
         prefixes: prefix tree that takes the restored blocks.
-        budget: reserves bytes for tokens that are computed after all.
+        budget: reserves bytes for tokens that are computed because they could not be restored.
         clock: time in seconds, for deadlines.
     """
 
@@ -58,7 +58,7 @@ class Restoring:
         self._size = prefixes.block_size
 
     def begin(self) -> None:
-        """Start restores of blocks that would take longer to compute."""
+        """Start restoring blocks that would take longer to compute."""
         restored = self._scheduler.restoring_hashes()
         for sequence in self._scheduler.placed():
             lookup = sequence.tier_lookup
@@ -85,7 +85,7 @@ class Restoring:
                 restored |= self._scheduler.restoring_hashes()
 
     def take(self) -> None:
-        """Insert the blocks read, and let sequences compute blocks that miss the deadline."""
+        """Insert restored blocks into the tree; have blocks that miss the deadline computed."""
         for sequence in self._scheduler.sequences(State.RESTORING):
             while sequence.restores and sequence.restores[0].answer.done():
                 self._take_in(sequence, sequence.restores.pop(0))
@@ -117,7 +117,7 @@ class Restoring:
             blocks_by_tier = {tier: min(n, max_blocks) for tier, n in blocks_by_tier.items()}
         blocked = bool(sequence.kv.own_spans)
         if not self._stores.figures.is_recurrent and sequence.kv.resumed_tokens:
-            blocked = False  # its states are those of the path: it can resume a block earlier
+            blocked = False  # its states are those of the path, so it can resume a block earlier
         fastest = None if blocked else self._tiers.fastest(blocks_by_tier, cached)
         if fastest is None:
             return False
@@ -131,7 +131,7 @@ class Restoring:
             if states is None:
                 return False
             sequence.resumed_at = sequence.kv.num_cached_tokens
-            cached = sequence.kv.follow(block_hashes)  # those need the states alone
+            cached = sequence.kv.follow(block_hashes)  # for cached blocks, only the states are read
         sequence.restores = tier.begin(block_hashes, cached, sequence.kv.reservation)
         if states is not None:
             sequence.restores.append(states)
@@ -159,13 +159,13 @@ class Restoring:
         start, size = sequence.kv.num_cached_tokens, self._size
         nbytes = restore.paid.nbytes
         blocks = restore.tier.take(restore, sequence.kv.reservation)
-        if restore.first * size != start:  # those in front of them are missing
+        if restore.first * size != start:  # an earlier block is missing
             return
         copied = nbytes if restore.cached_blocks or blocks < restore.blocks else 0
         if blocks and self._prefixes.make_room(copied):
             with self._prefixes.ledger.reserve(Kind.BUFFERS, copied):
                 sequence.kv.splice(restore.segment(blocks, size))
-        # The last token of a prompt is computed in any case, for its logits.
+        # The last token of a prompt is always computed, for its logits.
         sequence.kv.leave_last()
         if sequence.resumed_at is None:
             self._admission.count_hit(
@@ -176,7 +176,7 @@ class Restoring:
             start + restore.blocks * size, sequence.kv.readable_tokens
         ):
             sequence.restores = self._tiers.cancel(sequence.restores, sequence.kv.reservation)
-            sequence.tier_lookup = None  # what is missing, or had no room, would be read for ever
+            sequence.tier_lookup = None  # or it would be read again and again
 
     def _take_in_states(self, sequence: Sequence, restore: Restore) -> None:
         """Capture a restored checkpoint if all blocks before it are in the tree."""
@@ -185,7 +185,7 @@ class Restoring:
             sequence.kv.capture_restored(restore.first * self._size, states)
 
     def _lose_patience(self, sequence: Sequence) -> None:
-        """Let a sequence compute blocks that missed the deadline, if there is memory for both."""
+        """Have a sequence compute blocks that missed the deadline, if memory for both is free."""
         assert sequence.kv.reservation is not None
         sequence.restores = self._tiers.cancel(sequence.restores, sequence.kv.reservation)
         nbytes = sum(

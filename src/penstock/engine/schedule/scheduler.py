@@ -6,7 +6,7 @@
                                  v  │                      │         from every other state
                               PREEMPTED <──────────────────┘
 
-    PREFILLING ──fetch──> RESTORING ──fetched──> PREFILLING: blocks come from a tier meanwhile
+    PREFILLING ──fetch──> RESTORING ──fetched──> PREFILLING: blocks are read from a tier
 
 A step of the engine is
 
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from itertools import takewhile
@@ -37,14 +38,14 @@ from penstock.errors import QueueFull, UnknownSequence
 
 class State(Enum):
     WAITING = "waiting"
-    """Queued and never placed."""
+    """Queued, not admitted yet."""
     PREFILLING = "prefilling"
-    """Placed; its prompt is being prefilled in chunks."""
+    """Admitted; its prompt is being prefilled in chunks."""
     RESTORING = "restoring"
     RUNNING = "running"
-    """Placed; decodes one token per step."""
+    """Admitted; decodes one token per step."""
     PREEMPTED = "preempted"
-    """Preempted: its place and bytes are released; waits to be admitted again."""
+    """Preempted: its place and bytes are released, and it waits to be admitted again."""
     DONE = "done"
 
 
@@ -71,7 +72,7 @@ PLACED = (State.PREFILLING, State.RESTORING, State.RUNNING)
 
 
 def next_state(state: State, event: Event) -> State:
-    """Return the state after `event`; raise ValueError if it is not allowed in `state`."""
+    """Return the state after `event`; raises ValueError if the event is not allowed in `state`."""
     try:
         return NEXT[state, event]
     except KeyError:
@@ -96,7 +97,7 @@ class SchedulerSequence(Sharer, Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether its next chunk can be computed."""
+        """Whether the inputs of the next chunk are available."""
 
 
 T = TypeVar("T", bound=SchedulerSequence)
@@ -124,7 +125,7 @@ class _Place(Generic[T]):
     position: int
     served_tokens: int
     last_progress_step: int
-    """Last step in which the sequence was placed or prefilled, or reused a block."""
+    """Last step in which the sequence was admitted or prefilled, or reused a block."""
 
     @property
     def progressed(self) -> bool:
@@ -135,7 +136,7 @@ class _Place(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class _Reader(Generic[T]):
-    """A candidate for prefill in this step, standing for all with the same next block."""
+    """Sequence that may prefill in this step, on behalf of all with the same next block."""
 
     sequence: T
     oldest_progress_step: int
@@ -146,12 +147,12 @@ class Scheduler(Generic[T]):
     """Sequences and their states. Not thread-safe: owned by the thread that runs the steps.
 
     The oldest sequence of the highest priority gets at least half of a step's prefill tokens, so
-    later arrivals cannot delay it. The rest goes to the least-served client, within it to the
-    least-served request and sequence, so that short prompts do not wait for long ones. A sequence
-    without progress for `max_batch_size` steps goes before these. If the rest is smaller than a
-    block, the first sequence and the others take turns. If a step is too short for a block, one
-    sequence prefills a part of it. A placed request thus makes progress at least once in
-    `3 x max_batch_size` steps, however many others arrive.
+    later arrivals cannot delay it. The rest goes to the least-served client, and its least-served
+    request and sequence, so that short prompts do not wait for long ones. Sequences without
+    progress for `max_batch_size` steps come first. If the rest is smaller than a block, the oldest
+    sequence and the others take turns. If a step is too short for a block, one sequence prefills a
+    part of it. So an admitted request makes progress at least once in `3 x max_batch_size` steps,
+    however many others arrive.
 
     Places are shared fairly (`fair_shares`) within a priority: lower priorities wait while higher
     ones are queued.
@@ -160,10 +161,10 @@ class Scheduler(Generic[T]):
         max_batch_size: number of places: sequences that prefill or decode at the same time.
         budget_tokens: maximum prefill tokens per step over all sequences; at least one block.
         block_size: block size in tokens; chunks end at its multiples, or with the prompt.
-        max_queue: maximum sequences waiting for their first place; see `QueueShares`.
-            Preempted ones do not count.
+        max_queue: maximum number of waiting sequences, excluding preempted ones; see `QueueShares`.
         preempts_for_shares: whether shares with more places are preempted for others. False if
             recomputed KV would differ, as with selective attention during decode.
+        moved: called with a sequence after its state has changed.
 
     Raises:
         ValueError: an argument is below 1, or a block is longer than `budget_tokens`.
@@ -177,6 +178,7 @@ class Scheduler(Generic[T]):
         max_queue: int,
         *,
         preempts_for_shares: bool = True,
+        moved: Callable[[T], None] | None = None,
     ) -> None:
         self.max_batch_size = _positive("max_batch_size", max_batch_size)
         self.budget_tokens = _positive("budget_tokens", budget_tokens)
@@ -189,15 +191,16 @@ class Scheduler(Generic[T]):
         self.max_queue = _positive("max_queue", max_queue)
         self._sequences: dict[int, T] = {}
         self._line: list[T] = []  # waiting and preempted, in the order of admission
-        self._waiting: Counter[str | int] = Counter()  # those that never had a place, by client
+        self._waiting: Counter[str | int] = Counter()  # sequences not admitted yet, by client
         self._placed: dict[int, _Place[T]] = {}
         self._shares: FairShares[T] = FairShares()
         self._preempts_for_shares = preempts_for_shares
+        self._moved = moved
         self._step = 1
         self._progressed = (
-            False  # a sequence that is no longer prefilling got on since the last plan
+            False  # whether a sequence that has left PREFILLING progressed since the last plan
         )
-        self._crowded_step = -1  # the last one in which the first reader left no room for others
+        self._crowded_step = -1  # last step in which the oldest sequence left no room for others
 
     @property
     def free_places(self) -> int:
@@ -216,11 +219,11 @@ class Scheduler(Generic[T]):
         return list(self._line)
 
     def next_in_line(self) -> T | None:
-        """Return the sequence to admit next, whether or not a place is free; None if none waits.
+        """Return the sequence to admit next, even if no place is free; None if none is waiting.
 
-        Within the highest priority, the share with the fewest places and the least work is next,
-        and its first sequence in line. If it does not fit, admit no other. While no place is free,
-        a share that cannot take one of another share may redistribute its own.
+        It is the first in line of the share with the fewest places and the least work, within the
+        highest priority. If it does not fit, admit no other. While no place is free, a share that
+        cannot take one from another share may redistribute its own.
         """
         if not self._line:
             return None
@@ -250,7 +253,7 @@ class Scheduler(Generic[T]):
         ]
 
     def to_preempt(self, sequence: T) -> list[T]:
-        """Return the placed sequences that may be preempted for another, in order."""
+        """Return the admitted sequences that may be preempted for another, in order."""
         placed = self.placed()
         lower = [other for other in placed if other.priority < sequence.priority]
         if not self._preempts_for_shares:
@@ -259,7 +262,7 @@ class Scheduler(Generic[T]):
         return [*lower[::-1], *self._shares.to_preempt(sequence, equal)]
 
     def to_preempt_early(self, sequence: T) -> list[T]:
-        """Return placed sequences to preempt in mid-turn, in order, if only memory is short."""
+        """Return admitted sequences to preempt before their turn ends if only memory is short."""
         is_new = sequence.state is State.WAITING
         if not (self._preempts_for_shares and is_new and self.free_places):
             return []
@@ -267,15 +270,17 @@ class Scheduler(Generic[T]):
         return self._shares.to_preempt_early(sequence, equal)
 
     def to_displace(self, owners: Path, added: int) -> list[T]:
-        """Return the waiting sequences to displace so that a request can be queued: whole requests.
+        """Return the waiting sequences to remove so that a new request can be queued.
 
-        They belong to clients with more waiting sequences, and have not begun.
+        These are all sequences of requests that have not started, of clients with more waiting
+        sequences.
 
         Args:
-            owners: client, salt and request of the new request.
+            owners: client, salt and id of the new request.
+            added: number of its sequences.
 
         Raises:
-            QueueFull: displacing them would not make enough room.
+            QueueFull: removing them would not make enough room.
         """
         if self._waiting.total() + added <= self.max_queue:
             return []
@@ -290,11 +295,11 @@ class Scheduler(Generic[T]):
 
     @property
     def waiting_by_client(self) -> dict[str | int, int]:
-        """Number of sequences waiting for their first place, by client."""
+        """Number of sequences not admitted yet, by client."""
         return dict(self._waiting)
 
     def lowest(self) -> T:
-        """Return the placed sequence to preempt when memory runs out."""
+        """Return the admitted sequence to preempt first when memory runs out."""
         return min(
             self.placed(),
             key=lambda s: (s.priority, *(-places for places in self._shares.places(s)), -s.id),
@@ -303,11 +308,11 @@ class Scheduler(Generic[T]):
     # ---- acts
 
     def add(self, *sequences: T) -> None:
-        """Queue new sequences: all or none.
+        """Queue new sequences, all or none.
 
         Raises:
-            QueueFull: more than `max_queue` would wait for their first place.
-            ValueError: a sequence is already known, or has a negative count.
+            QueueFull: more than `max_queue` sequences would wait.
+            ValueError: a sequence was added before, or has a negative count.
         """
         new: set[int] = set()
         for sequence in sequences:
@@ -327,8 +332,8 @@ class Scheduler(Generic[T]):
     def act(self, sequence: T, event: Event) -> State:
         """Apply `event` to a sequence, and return its new state.
 
-        Admit a sequence without tokens to prefill like any other, then apply "prefilled" at once. A
-        finished sequence is forgotten.
+        A sequence without tokens to prefill is admitted like any other; then apply "prefilled". A
+        finished sequence is removed.
 
         Raises:
             UnknownSequence: the sequence was never added, or is finished.
@@ -356,10 +361,12 @@ class Scheduler(Generic[T]):
             self._shares.end_turn(sequence, prefilled=before is State.RUNNING)
         if state is State.DONE:
             self._shares.close(sequence)
+        if self._moved is not None:
+            self._moved(sequence)
         return state
 
     def plan(self, time: StepTime | None = None) -> StepPlan[T]:
-        """Return the plan of the next step; it is the same until a prompt makes progress.
+        """Return the plan of the next step. Repeated calls agree until a prompt makes progress.
 
         Every running sequence decodes. Of the prefilling sequences with the same next block, only
         the first is prefilled; the others find the block in the tree afterwards, as do sequences
@@ -367,8 +374,8 @@ class Scheduler(Generic[T]):
         least one if any can be.
 
         Args:
-            time: time limit for prefill; None for no limit beyond `budget_tokens`. A block is
-                prefilled even if not one token fits into the time.
+            time: time limit for prefill; None means no limit besides `budget_tokens`. If no token
+                fits into the time, one block is prefilled anyway.
         """
         self._note_progress()
         placed = self.placed()
@@ -381,7 +388,7 @@ class Scheduler(Generic[T]):
         return StepPlan(decode, self._prefill(readers, time))
 
     def check(self) -> None:
-        """Raise AssertionError if a sequence is lost or duplicated, or if too many are placed."""
+        """Raise AssertionError if a sequence is lost or duplicated, or too many are admitted."""
         wrong = []
         placed = [place.sequence.id for place in self._placed.values()]
         entries = Counter([*(sequence.id for sequence in self._line), *placed])
@@ -442,7 +449,7 @@ class Scheduler(Generic[T]):
             )
 
     def _note_progress(self) -> None:
-        """Start a new step if prompts made progress since the last plan, and record which."""
+        """Count a new step if prompts progressed since the last plan, and record which did."""
         progressed = [
             place
             for place in self._placed.values()
@@ -456,7 +463,7 @@ class Scheduler(Generic[T]):
             place.last_progress_step = self._step
 
     def _readers(self, placed: list[T]) -> list[_Reader[T]]:
-        """Choose the sequences to prefill: the first of those with the same next block."""
+        """Return the candidates for prefill: the first sequence for each next block."""
         leaders: dict[bytes, int] = {}
         oldest: dict[int, int] = {}
         restored = self.restoring_hashes()
@@ -476,11 +483,15 @@ class Scheduler(Generic[T]):
         return [_Reader(self._sequences[leader], step) for leader, step in oldest.items()]
 
     def _short_one_waits(self, readers: list[_Reader[T]], time: StepTime) -> bool:
-        """Return whether a nearly finished prompt waits beside one of another request."""
+        """Return whether a short remainder of a prompt competes with other requests' prompts.
+
+        Short remainders of all prompts that end in one pass do not compete.
+        """
         if len({reader.sequence.owners for reader in readers}) < 2:
             return False
         sequences = (reader.sequence for reader in readers)
-        return any(time.is_short(s.position, s.remaining_tokens) for s in sequences)
+        short = [time.is_short(s.position, s.remaining_tokens) for s in sequences]
+        return any(short) and not (time.one_pass and all(short))
 
     def _prefill(
         self, readers: list[_Reader[T]], time: StepTime | None
@@ -490,7 +501,7 @@ class Scheduler(Generic[T]):
         chunk_tokens = {reader.sequence: 0 for reader in readers}
         for sequence, offered in self._offers(readers, time):
             room = self._whole(sequence, min(offered, self._room(sequence, chunk_tokens, time)))
-            if not any(chunk_tokens.values()):  # the first that is offered any gets some
+            if not any(chunk_tokens.values()):  # at least one sequence gets tokens
                 room = max(room, self._least(sequence, time)) or self._part(sequence, time)
             chunk_tokens[sequence] = max(chunk_tokens[sequence], room)
         return tuple(
@@ -498,17 +509,17 @@ class Scheduler(Generic[T]):
         )
 
     def _least(self, sequence: T, time: StepTime | None) -> int:
-        """Return the minimum tokens that a sequence gets even if they exceed the time."""
+        """Return the minimum tokens that a sequence gets even if they exceed the time limit."""
         least = 0 if time is None else time.least(sequence.position)
         return self._whole(sequence, min(least, self.budget_tokens))
 
     def _part(self, sequence: T, time: StepTime | None) -> int:
-        """Return the tokens to prefill of a block that does not fit into the time."""
+        """Return the number of tokens to prefill of a block that exceeds the time limit."""
         block = self._rounded_up(sequence, 1)
         return block if time is None else time.part(sequence.position, block)
 
     def _room(self, sequence: T, chunks: dict[T, int], time: StepTime | None) -> int:
-        """Return the maximum tokens that a sequence may prefill beside those of the others."""
+        """Return the maximum tokens that a sequence may prefill in addition to the others."""
         others = [(s.position, count) for s, count in chunks.items() if s is not sequence and count]
         limit = self.budget_tokens - sum(count for _, count in others)
         return limit if time is None else time.tokens(sequence.position, limit, others)
@@ -550,13 +561,13 @@ class Scheduler(Generic[T]):
         return (not overlooked, step if overlooked else served_tokens)
 
     def _whole(self, sequence: T, tokens: int) -> int:
-        """Return the longest chunk, up to `tokens`, that ends at a block boundary or the end."""
+        """Return the largest chunk size up to `tokens` that ends at a block boundary or the end."""
         if tokens >= sequence.remaining_tokens:
             return sequence.remaining_tokens
         return max(0, tokens - (sequence.position + tokens) % self.block_size)
 
     def _rounded_up(self, sequence: T, tokens: int) -> int:
-        """Return the shortest chunk from `tokens` on that ends at a block boundary or the end."""
+        """Return the least chunk size from `tokens` up that ends at a block boundary or the end."""
         return min(
             sequence.remaining_tokens, tokens + -(sequence.position + tokens) % self.block_size
         )

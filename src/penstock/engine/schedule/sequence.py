@@ -41,54 +41,59 @@ class Sequence:
     text: TextStream
     kv: SequenceKV
     owners: Path
-    """Client, salt and request that it belongs to."""
+    """Client, salt and request to which the sequence belongs."""
     priority: int
     deadline_seconds: float | None
-    """Latest end of the answer, in seconds on the engine's clock; None for no limit."""
+    """Time on the engine's clock at which the answer times out; None means never."""
+    adapter: int = 0
+    """Number of the adapter to apply; 0 means none."""
     inputs: Inputs = TOKENS_ONLY
-    """Inputs of the model for its tokens."""
+    """Model inputs for the tokens, such as embeddings of images."""
     ready: bool = True
-    """Whether the model's inputs for its next chunk are there."""
+    """Whether the inputs of the next chunk are available."""
     state: State = State.WAITING
     """State, written only by the scheduler."""
     served_tokens: int = 0
-    """Number of tokens that the model has prefilled for it."""
+    """Number of tokens prefilled so far, including recomputed ones."""
     cached_tokens: int = 0
     """Number of prompt tokens read from the cache."""
     admitted: bool = False
-    """Whether it has ever been placed."""
+    """Whether the sequence was ever admitted."""
     was_preempted: bool = False
-    """Whether it was preempted: cached tokens found afterwards are its own."""
+    """Whether the sequence was ever preempted; it then finds its own tokens in the cache."""
     tier_lookup: TierLookup | None = None
-    """Lookup of its blocks in the cold tiers; None if there is none to use."""
+    """Lookup of the blocks in the cold tiers; None if not needed."""
     restores: list[Restore] = field(default_factory=list)
     """Pending reads from cold tiers, in order."""
     resumed_at: int | None = None
-    """Cached tokens before a restore that still waits for its states; None without one."""
+    """Number of cached tokens before a restore whose states have not arrived; else None."""
     restore_deadline: float = 0.0
-    """Time on the engine's clock after which it computes blocks that have not arrived."""
+    """Time on the engine's clock after which blocks that have not arrived are computed."""
     speculation: Speculation = field(default_factory=Speculation)
-    """Controls how many tokens are proposed."""
+    """Controls the number of proposed tokens."""
     draft_kv: DraftedKV | None = None
-    """KV in the draft model; None if nothing was drafted."""
+    """KV of the draft model; None if nothing was drafted."""
     step_reservation: Reservation | None = None
     reserved_tokens: int = 0
     """Number of tokens whose bytes are reserved; set by the memory budget."""
     read_again: bool = False
-    """Whether its last pass recomputed generated tokens as part of a prefill."""
-    reads_alone: bool = False
-    """Whether its prompt is never read in the pass of a decode step: one of these has failed."""
+    """Whether the last pass recomputed generated tokens as part of a prefill."""
+    unmixed: bool = False
+    """Whether the sequence is excluded from shared passes, because one failed.
+
+    If it fails again, in a pass of its own, only its answer fails.
+    """
     stuck: bool = False
     """Out of memory while it was the only sequence; readmitted without a shared path."""
 
     unsent: list[SampledToken] = field(default_factory=list)
-    """Generated tokens not yet posted."""
+    """Generated tokens not delivered yet."""
     fault: Exception | None = None
     """Error of the detokenizer; raised at the next token."""
 
     @property
     def begins(self) -> bool:
-        """Whether it has generated tokens and posted none."""
+        """Whether tokens were generated and none delivered."""
         return 0 < len(self.unsent) == self.generated_tokens
 
     @property
@@ -165,7 +170,13 @@ class Sequence:
         assert kv.slot is not None
         shift = self.inputs.shift
         follows = self.follows_prompt
-        return DecodeRow(kv.spans(), kv.position, kv.slot, kv.tail, follows, shift=shift)
+        return DecodeRow(
+            kv.spans(), kv.position, kv.slot, kv.tail, follows, shift=shift, adapter=self.adapter
+        )
+
+    def note_phase(self) -> None:
+        if self.choice == 0:
+            self.handle.note_phase(self.state.value)
 
     def note_prompt(self) -> None:
         if self.choice == 0:
@@ -182,7 +193,7 @@ class Sequence:
         )
 
     def emit(self, chosen: SampledToken) -> None:
-        """Append a token; post it only if its text may end the answer, otherwise `send` does."""
+        """Append a token; it is delivered by `send`, or at once if its text may stop the answer."""
         if self.fault is not None:
             raise self.fault
         self.tokens.append(chosen.token)
@@ -191,12 +202,12 @@ class Sequence:
             self._post()
 
     def send(self) -> None:
-        """Post the pending tokens; the caller notifies the handle afterwards."""
+        """Deliver the pending tokens; the caller notifies the handle afterwards."""
         try:
             self._post()
-        # A boundary: a detokenizer's fault is this answer's, and the engine goes on.
+        # An error of the detokenizer fails only this answer.
         except Exception as fault:  # noqa: BLE001
-            self.fault = without_frames(fault)  # they would keep the step's arrays
+            self.fault = without_frames(fault)  # they would keep the step's arrays alive
 
     def _post(self) -> None:
         unsent, self.unsent = self.unsent, []
@@ -211,7 +222,7 @@ class Sequence:
         stop: str | SampledToken | None = None,
         error: PenstockError | None = None,
     ) -> None:
-        """Post the end of the answer to the handle and notify it."""
+        """Deliver the end of the answer to the handle, and notify the handle."""
         self.send()
         text, end_token = "", None
         if isinstance(stop, SampledToken):
@@ -227,9 +238,9 @@ class Sequence:
                 if stop_at in self.request.stop_tokens and self.request.keep_stop:
                     text = self.text.push(int(stop_at))
                 text += self.text.finish(cut=reason != "stop")
-            # A boundary: a detokenizer's fault is this answer's, and the engine goes on.
+            # An error of the detokenizer fails only this answer.
             except Exception as fault:  # noqa: BLE001
-                without_frames(fault)  # they would keep the step's arrays
+                without_frames(fault)  # they would keep the step's arrays alive
                 error = StepFailed(f"the end of the text failed: {type(fault).__name__}: {fault}")
                 reason, stop_at = "error", None
             if self.text.stopped is not None:

@@ -1,7 +1,7 @@
 """KV of one sequence: a pinned path of the prefix tree, own spans, and a tail.
 
     admit    ──> attach: pin the cached path up to where every layer can resume
-        wait     ──> extend: read blocks that other sequences have committed meanwhile
+        wait     ──> extend: reuse blocks that other sequences have committed meanwhile
         prefill  ──> append_chunk: commit whole blocks, keep the rest as a partial block
         decode   ──> append_tokens: move a full tail to a span, commit full blocks
         restore  ──> splice: insert blocks read from a tier
@@ -9,7 +9,7 @@
 
 A full block is committed at once, together with the states at its end, so that other sequences can
 share it. A block that cannot be committed, because memory is full or the window has passed, stays
-in the sequence's own spans. New blocks of the tree are announced to the tiers.
+in the sequence's own spans. New blocks of the tree are queued to be written to the tiers.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class SequenceKV:
     Args:
         tokens: prompt and generated tokens; the caller appends to it.
         block_hashes: hashes of the whole blocks of `tokens` that may be shared.
-        hold_tokens: number of leading tokens to evict last for a while; 0 for none.
+        hold_tokens: number of leading tokens to evict last for a while; 0 means none.
         hold_seconds: duration of the hold.
-        transient: whether to evict its blocks at the end, and write them to tiers only to spill.
+        transient: whether to evict the blocks at the end, and write them to tiers only if spilled.
         prompt_logprobs: log-probabilities of the prompt to fill in; None if not requested.
     """
 
@@ -65,7 +65,7 @@ class SequenceKV:
         self.transient = transient
         self.prompt_logprobs = prompt_logprobs
         self._matched_version: tuple[int, int] | None = None
-        """Versions of the tree and of scored blocks at the last look-up; None before one."""
+        """`_version` at the last lookup of all blocks; None before."""
         self._stores = stores
         self._size = stores.block_size
         self._salt = salt
@@ -75,16 +75,16 @@ class SequenceKV:
         self.slot: int | None = None
         self.tail = 0
         self.recurrent_state: RecurrentState | None = None
-        """State of the recurrent layers at `position`; None without such layers or tokens."""
+        """State of the recurrent layers at `position`; None at 0 or without such layers."""
         self.reservation: Reservation | None = None
-        """Bytes of its spans and of all tokens still to compute; set by the memory budget."""
+        """Bytes of own spans and of tokens still to compute; set by the memory budget."""
         self._partial_block = PartialBlock(stores)
 
     # ---- questions
 
     @property
     def node(self) -> Node[Segment] | None:
-        """Deepest node of the path; None without one."""
+        """Deepest node of the pinned path; None without one."""
         return None if self.pin is None else self.pin.node
 
     @property
@@ -102,7 +102,15 @@ class SequenceKV:
         self._stores.scored.fill(logprobs, self.block_hashes)
         if logprobs.done:
             return readable
-        return min(readable, logprobs.read_positions // self._size * self._size)
+        return min(readable, self._unread_from // self._size * self._size)
+
+    @property
+    def _unread_from(self) -> int:
+        """Number of leading tokens whose logits are no longer needed."""
+        logprobs = self.prompt_logprobs
+        if logprobs is None or logprobs.done:
+            return len(self.tokens) - 1
+        return logprobs.read_positions
 
     @property
     def reachable_tokens(self) -> int:
@@ -153,7 +161,7 @@ class SequenceKV:
 
     @property
     def resumed_tokens(self) -> int:
-        """Number of tokens in the partial block from which it resumed; 0 once it computed more."""
+        """Number of tokens in the resumed partial block; 0 after further tokens were computed."""
         spans = self.own_spans
         if self.tail or len(spans) != 1 or spans[0].start != self.num_cached_tokens:
             return 0
@@ -161,7 +169,7 @@ class SequenceKV:
 
     @property
     def _diverged(self) -> bool:
-        """Whether it has computed KV outside the tree."""
+        """Whether the sequence has computed KV outside the tree."""
         return bool(self.own_spans) and not self.resumed_tokens
 
     def block_hash_at(self, position: int) -> bytes | None:
@@ -196,7 +204,7 @@ class SequenceKV:
         after it becomes an own span.
 
         Args:
-            block_hashes: blocks to look up; None for all.
+            block_hashes: blocks to look up; None means all.
         """
         stores = self._stores
         match = stores.prefixes.match(self.block_hashes if block_hashes is None else block_hashes)
@@ -204,8 +212,7 @@ class SequenceKV:
         limit = min(match.tokens, readable)
         resumed, self.recurrent_state = stores.resume(match.path, limit)
         self._pin(match, resumed, whole=block_hashes is None)
-        scored = self.prompt_logprobs is None or readable > match.tokens
-        if block_hashes is None and scored:
+        if block_hashes is None and self._unread_from > match.tokens:
             self._resume_partial(match)
         return self.position
 
@@ -239,7 +246,7 @@ class SequenceKV:
     # ---- append
 
     def extend(self) -> int:
-        """Read blocks that other sequences have committed meanwhile; return the tokens gained.
+        """Reuse blocks that other sequences have committed; return the number of tokens gained.
 
         Stops at the last position at which every layer can resume.
         """
@@ -261,7 +268,7 @@ class SequenceKV:
         return gained
 
     def drop_partial(self) -> int:
-        """Release the partial block from which it resumed; return its number of tokens.
+        """Release the resumed partial block; return its number of tokens.
 
         The caller must have the states of an earlier position, or no recurrent layers.
         """
@@ -308,7 +315,7 @@ class SequenceKV:
         self._place_chunk(segment)
         prefilled = len(self.tokens) - 1 == self.position
         if (self._stores.by_block or prefilled) and self.pin is not None:
-            self._stores.tidy(self.pin.node)  # chunks that were dealt out small make one part
+            self._stores.tidy(self.pin.node)  # merges the nodes of small chunks
 
     def commit_again(self) -> bool:
         """Commit whole blocks that did not fit into the tree before; return whether none remain."""
@@ -332,12 +339,12 @@ class SequenceKV:
         """Insert whole blocks after the cached tokens into the tree; False if out of memory."""
         assert self.reservation is not None
         index = self._reserved_index(segment)
-        self.spare(index)  # where the tree finds it
+        self.spare(index)  # the tree reserves it itself
         before, start = self.reservation.nbytes, self.num_cached_tokens
         if not self._insert(segment, self.reservation):
             self.reservation.resize(before + index)
             return False
-        # What the tree has taken over is off already; what others had committed is not needed.
+        # Release the bytes of blocks that others had committed; the tree took over the rest.
         moved = before - self.reservation.nbytes
         restored = self.num_cached_tokens - start
         self.spare(restored * self._stores.figures.held_token_bytes - moved)
@@ -345,7 +352,7 @@ class SequenceKV:
         return True
 
     def _reserved_index(self, segment: Segment) -> int:
-        """Return the bytes reserved for the index of a segment in the tree."""
+        """Return the reserved bytes that are meant for a segment's nodes in the tree."""
         if not self._stores.spills or self.reservation is None:
             return 0
         index = self._stores.prefixes.index_bytes(segment.tokens // self._size)
@@ -383,7 +390,7 @@ class SequenceKV:
             self._stores.capture(self.pin.path, position, state, turn_end=turn_end)
 
     def end_prompt(self) -> None:
-        """Retain the windows before the prompt's last block, if it was prefilled up to there."""
+        """Retain the windows at the prompt's last block boundary, if the prompt is prefilled."""
         last, prefilled = self.last_boundary, len(self.tokens) - 1 == self.position
         if self.pin is not None and prefilled and 0 < last <= self.num_cached_tokens:
             for part in self._stores.retentions:
@@ -401,12 +408,12 @@ class SequenceKV:
         nbytes = 2 * tokens * stores.figures.held_token_bytes
         if not stores.prefixes.make_room(nbytes):
             return
-        # Without room in MLX for the copies, the tokens will be computed again.
+        # If MLX has no memory for the copies, the tokens will be recomputed.
         with (
             suppress(MemoryError, RuntimeError),
             stores.prefixes.ledger.reserve(Kind.BUFFERS, nbytes),
         ):
-            self._commit_spans()  # for which there was no room when they were whole
+            self._commit_spans()  # those that did not fit when they became full
             self._keep_end(start + tokens - self.num_cached_tokens)
 
     # ---- parts
@@ -414,7 +421,7 @@ class SequenceKV:
     def _resume_partial(self, match: Match[Segment]) -> None:
         """Take over the partial block after a match if it contains the next tokens."""
         start, root = match.tokens, self._root_at(match.tokens)
-        resumed = self._partial_block.find(match, root, self.tokens[start : len(self.tokens) - 1])
+        resumed = self._partial_block.find(match, root, self.tokens[start : self._unread_from])
         if resumed is not None:
             span, self.recurrent_state = resumed
             self.own_spans = [span]
@@ -430,7 +437,7 @@ class SequenceKV:
     def _keep_end(self, tokens: int) -> None:
         """Move the first `tokens` tokens after the path into the tree."""
         if tokens <= 0 or (self.own_spans and self.own_spans[0].end % self._size == 0):
-            return  # without room for whole blocks there is none for those behind them
+            return  # whole blocks before these could not be committed
         segment = self.own_spans[0].segment if self.own_spans else None
         if self.tail:
             assert self.slot is not None
@@ -458,7 +465,7 @@ class SequenceKV:
     def _place_chunk(self, segment: Segment) -> None:
         size, start = self._size, self.position
         end = start + segment.tokens
-        if self.own_spans and start % size:  # cut by mlx-lm within a block
+        if self.own_spans and start % size:  # mlx-lm's chunks may end inside a block
             partial = self.own_spans.pop()
             segment, start = partial.segment.join(segment), partial.start
         whole = min(end // size * size, self._stores.shared_tokens) - start
@@ -472,7 +479,7 @@ class SequenceKV:
                 if rest is not None:
                     self.own_spans.append(KVSpan(rest, start + whole, rest.tokens))
                 return
-        # Spans end at blocks, but for the last one, which goes on growing.
+        # Spans end at block boundaries, except for the last one, which keeps growing.
         last = max(0, end // size * size - start)
         if 0 < last < segment.tokens:
             head, rest = segment.split(last)
@@ -486,7 +493,7 @@ class SequenceKV:
         """Copy a full tail to the own spans, and commit the blocks that it completes."""
         assert self.slot is not None
         start, last = self.committed_end, None
-        if self.own_spans and not self._is_span_end(start):  # an unfinished one goes on growing
+        if self.own_spans and not self._is_span_end(start):  # an unfinished span is extended
             last = self.own_spans.pop()
             start = last.start
         behind = last.segment if last else None
@@ -509,7 +516,7 @@ class SequenceKV:
         return position % (self._stores.commit_tokens if shared else self._size) == 0
 
     def _complete(self) -> None:
-        """Move the loose rows of compressed layers into a full block."""
+        """Move the compressed rows of a full block from the states into its segment."""
         if self.recurrent_state is None:
             return
         span, state = self.own_spans[-1], self.recurrent_state
@@ -534,7 +541,7 @@ class SequenceKV:
         return True
 
     def _forget_unseen(self) -> None:
-        """Free the spans, and the part of the path, that are outside all windows."""
+        """Free own spans, and the end of the path, that are outside all windows."""
         figures = self._stores.figures
         nearest = figures.nearest(self.position)
         keep = max((window.keep for window in figures.windows), default=0)
@@ -560,7 +567,7 @@ class SequenceKV:
             self.block_hashes += prefixes.block_hashes(rest, self._salt, after=after)
 
     def unshare(self) -> None:
-        """Copy tokens and hashes, which are shared by the answers of a request until admission."""
+        """Copy tokens and hashes, which all choices of a request share until they are admitted."""
         self.tokens, self.block_hashes = list(self.tokens), list(self.block_hashes)
 
     # ---- the path
@@ -587,7 +594,7 @@ class SequenceKV:
         self.num_cached_tokens = cached_tokens
 
     def _follow_others(self) -> int:
-        """Extend the pin to blocks that other sequences have committed; return the whole blocks."""
+        """Extend the pin to blocks committed by others; return the number of blocks it covers."""
         cached_blocks = self.num_cached_tokens // self._size
         version = self._version
         if self.pin is None or version == self._matched_version:
@@ -598,7 +605,7 @@ class SequenceKV:
         return self._stores.prefixes.follow(self.pin, self.block_hashes, cached_blocks)
 
     def follow(self, block_hashes: list[bytes]) -> int:
-        """Extend the pin to all cached blocks of a chain, and return their number."""
+        """Extend the pin to all cached blocks of a chain; return the number of readable blocks."""
         assert self.pin is not None
         stores, size = self._stores, self._size
         blocks = stores.prefixes.follow(self.pin, block_hashes, self.num_cached_tokens // size)
@@ -625,7 +632,7 @@ class SequenceKV:
         yield []
 
     def drop_unread(self) -> None:
-        """Evict the cached nodes that the sequence would read in part or not at all."""
+        """Evict the cached nodes that the sequence would not read completely."""
         prefixes = self._stores.prefixes
         path, readable = prefixes.match(self.block_hashes).path, self.reachable_tokens
         end = -(-readable // self._size) * self._size
@@ -640,7 +647,7 @@ class SequenceKV:
             prefixes.drop(path[0], "cleared")
 
     def _insert(self, segment: Segment, paid: Reservation) -> bool:
-        """Insert whole blocks after the cached tokens, paid by `paid`; False if out of memory."""
+        """Insert whole blocks, counted by `paid`, after the cached tokens; False if that fails."""
         assert self.pin is not None
         stores, size, start = self._stores, self._size, self.num_cached_tokens
         if not stores.fill(self.pin, self.block_hashes, segment, start):
@@ -658,9 +665,9 @@ class SequenceKV:
         stores.changed()
         end = inserted.blocks_readable * size
         if stores.complete(self.pin.path, end) < end:
-            return False  # KV that was filled in had to be evicted for the rest
+            return False  # refilled KV was evicted to make room for the insertion
         if start < self._hold_tokens:
-            self._hold()  # before it is merged with nodes that are not to be held
+            self._hold()  # before it is merged with nodes that are not held
         self.num_cached_tokens = end
         return True
 
@@ -672,7 +679,7 @@ class SequenceKV:
         self.num_cached_tokens = min(self.num_cached_tokens, path[-1].end if path else 0)
 
     def _hold(self) -> None:
-        """Evict the leading nodes of the path last from now on, if the request asks for it."""
+        """Hold the leading nodes of the path if requested, so that they are evicted last."""
         if self.pin is not None and self._hold_tokens and self._hold_seconds:
             self._stores.prefixes.hold(self.pin, self._hold_tokens, self._hold_seconds)
 
@@ -681,7 +688,7 @@ class SequenceKV:
     def _note_blocks(self, first: int) -> None:
         """Queue the cached blocks from index `first` on to be written to the tiers."""
         stores = self._stores
-        spills = stores.spills  # what has to leave memory is always written
+        spills = stores.spills  # KV to be spilled is always written
         if spills or not self.transient:
             block_hashes = self.block_hashes[: self.num_cached_tokens // self._size]
             stores.tiers.note(block_hashes, stores.prefixes.root(self._salt), first, seen=spills)
@@ -712,7 +719,7 @@ class SequenceKV:
 
 
 def _first(span: KVSpan, tokens: int) -> KVSpan:
-    """Return a span with only its first `tokens` tokens, in buffers of its own if shortened."""
+    """Return a span with only its first `tokens` tokens, copied if it is shortened."""
     if span.columns <= tokens:
         return span
     return KVSpan(Segment.cut(span.segment.layers, 0, tokens), span.start, tokens)

@@ -1,1 +1,1 @@
-"""Codecs: KV in fewer bits, and attention products on codes."""
+"""Codecs: quantized formats of KV, and their attention products."""

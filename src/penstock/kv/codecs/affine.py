@@ -26,7 +26,7 @@ from penstock.kv.codecs.scales import Scaled, divided, multiplied
 BITS = (2, 3, 4, 5, 6, 8)
 _NAME = re.compile(r"(affine|rot)?([2-8])(?:g(32|64|128))?")
 GRID_CUTS = 2
-"""Number of pieces whose scales and offsets are computed together, with 8 bits."""
+"""Number of pieces whose scales and offsets are computed together for 8-bit codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Affine(Scaled):
     """
 
     FORMS: ClassVar[str] = (
-        "affine2 to affine6 and affine8 (or 2, 3, 4, 5, 6, 8), with g32 or g128 behind it for "
+        "affine2 to affine6 and affine8 (or 2, 3, 4, 5, 6, 8), with a suffix g32 or g128 for "
         "other groups than 64; rot2 to rot6, rot8"
     )
     buffers: ClassVar[float] = 2

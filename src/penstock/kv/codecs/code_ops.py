@@ -1,4 +1,4 @@
-"""Operations on codes: reference implementation in MLX operations."""
+"""Operations that codecs use, which devices may override."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import mlx.core as mx
 
 
 class CodeOps:
-    """Operations used by codecs, in MLX operations; devices may override them."""
+    """Reference implementation, in MLX's operations, of the operations that codecs use."""
 
     lanes: int = 1
 
     def lane(self, number: int | None) -> AbstractContextManager[None]:
-        """Run the computations of a `with` block on a lane, by index; None for no lane."""
+        """Return a context whose operations run on a lane (stream); None for the default one."""
         return nullcontext()
 
     def settle(self, number: int) -> None:
@@ -25,7 +25,7 @@ class CodeOps:
         return groups.min(axis=-1).astype(mx.float32), groups.max(axis=-1).astype(mx.float32)
 
     def as_float32(self, x: mx.array) -> mx.array:
-        """Return x as float32; non-finite values may become finite."""
+        """Convert x to float32; non-finite values may become finite."""
         return x.astype(mx.float32)
 
     def dequantize_codes(
@@ -46,7 +46,7 @@ class CodeOps:
         group_size: int,
         bits: int,
     ) -> mx.array:
-        """Multiply by codes like `mx.quantized_matmul`, in the fastest precision."""
+        """Multiply x by codes like `mx.quantized_matmul`, in the dtype that is fastest here."""
         return mx.quantized_matmul(
             x,
             codes,

@@ -1,8 +1,8 @@
-"""Interface of codecs, which store the keys or the values of a layer in fewer bits.
+"""Interface of codecs, which store the keys or values of a layer in fewer bits.
 
-Attention reads codes without dequantizing them: `score` and `mix` are its two products, computed by
-`mx.quantized_matmul` where the format allows it, so that devices need no kernels of their own.
-Scales are float16 for any dtype of the model: float32 ones would outweigh the codes.
+Attention reads codes without dequantizing them. Its two products, `score` and `mix`, use
+`mx.quantized_matmul` where the format allows it, so that devices need no custom kernels. Scales are
+float16 for any dtype of the model, as float32 scales would be larger than the codes.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ INFINITY = 0x7C00
 Cut: TypeAlias = tuple[slice, slice]
 """Range of heads, and range of tokens."""
 Put: TypeAlias = Callable[[int, mx.array, int, int], None]
-"""Callback with the index of a part, an array, and its first head and column in the part."""
+"""Callback that stores a piece of a part: index of the part, array, first head, first column."""
 Scales: TypeAlias = tuple[bytes, ...]
 """Scales of the key channels of each head, see `codecs.scales`; empty means 1 everywhere."""
 
 
 class Codec(ABC):
-    """A format with fewer bits. Equal codecs encode a vector to the same bits."""
+    """A quantized format of KV. Equal codecs encode a vector to the same bits."""
 
     span: ClassVar[int] = 1
-    """Number of tokens encoded together; ranges to encode or cut are multiples of it."""
+    """Number of tokens encoded together; ranges to encode or slice are multiples of it."""
 
     buffers: ClassVar[float] = 8
     """Maximum number of float32 arrays alive while encoding or dequantizing; measured."""
@@ -46,12 +46,12 @@ class Codec(ABC):
 
     @classmethod
     def parse(cls, word: str, *, keys: bool) -> Self | None:
-        """Return the codec of a name in settings, for keys or values; None for other names."""
+        """Return the codec that a setting names, for keys or values; None for other names."""
         return None
 
     @property
     def of_values(self) -> str | None:
-        """Name of the codec for values if only this one is set; None for the same codec."""
+        """Name of the codec for values where a setting names this one alone; None for this one."""
         return None
 
     @property
@@ -64,52 +64,52 @@ class Codec(ABC):
 
     @property
     def takes_scales(self) -> bool:
-        """Whether channel scales improve its keys."""
+        """Whether channel scales make its codes of keys more accurate."""
         return False
 
     def scaled(self, scales: Scales) -> Codec:
-        """Return the codec with scales for keys; itself if it uses none."""
+        """Return this codec with channel scales for keys, if it uses them."""
         return self
 
     def of_heads(self, start: int, stop: int) -> Codec:
-        """Return the codec for the heads `start..stop - 1`."""
+        """Return this codec for the heads `start..stop - 1` only."""
         return self
 
     @property
     def form(self) -> Codec | None:
-        """Codec whose decoded values are read; None for values as computed."""
+        """Codec that determines the values read; None if they are exactly those computed."""
         return self
 
     def at_rest(self, coded: Coded, codec: Codec) -> Coded:
-        """Return `coded` so that values spilled as computed are read as if quantized by `codec`.
+        """Return `coded`, marked to be read as if quantized by `codec` if it was spilled raw.
 
-        It is returned unchanged if its values are quantized already.
+        Other sides are returned unchanged.
         """
         return coded
 
     @abstractmethod
     def encode(self, x: mx.array, ops: CodeOps) -> Coded:
-        """Encode (batch, heads, tokens, dim) of any float dtype."""
+        """Encode an array (batch, heads, tokens, dim) of any float dtype."""
 
     def encode_by(self, cuts: Sequence[Cut], x: mx.array, put: Put, ops: CodeOps) -> Iterator[None]:
-        """Encode to the same bits as `encode`, one cut per yield; pieces are not evaluated yet."""
+        """Encode one cut per iteration, lazily, to the same bits as `encode`; `put` stores it."""
         for heads, tokens in cuts:
             coded = self.of_heads(heads.start, heads.stop).encode(x[:, heads, tokens], ops)
             for number, part in enumerate(coded.parts):
                 put(number, part, heads.start, tokens.start // self.span)
-            del coded, part  # what was put is not held meanwhile
+            del coded, part  # not kept alive during the yield
             yield
 
     @abstractmethod
     def dequantize(self, coded: Coded, ops: CodeOps) -> mx.array:
-        """Return the decoded values, (batch, heads, tokens, dim) float32."""
+        """Decode to an array (batch, heads, tokens, dim), float32 unless the codec is lossless."""
 
     def transform_query(self, queries: mx.array) -> mx.array:
         """Transform queries (heads, m, dim) for products with the codes of keys."""
         return queries
 
     def inverse_transform(self, mixed: mx.array, dim: int) -> mx.array:
-        """Transform sums of weighted codes back to values, (heads, m, dim)."""
+        """Transform a result of `mix` back to values, (heads, m, dim)."""
         return mixed
 
     @abstractmethod
@@ -118,12 +118,12 @@ class Codec(ABC):
 
     @abstractmethod
     def mix(self, weights: mx.array, coded: Coded, ops: CodeOps) -> mx.array:
-        """Mix one sequence's values by weights (heads, m, tokens); `inverse_transform` follows."""
+        """Sum one sequence's values with weights (heads, m, tokens); see `inverse_transform`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """Encoded keys or values of some tokens; every part has tokens, or spans of them, on axis 2."""
+    """Encoded keys or values; axis 2 of every part is tokens, or spans of tokens."""
 
     codec: Codec
     parts: tuple[mx.array, ...]
@@ -138,7 +138,7 @@ class Coded:
         return sum(part.nbytes for part in self.parts)
 
     def take(self, start: int, stop: int) -> Coded:
-        """Return the tokens `start..stop - 1` as a view; both are multiples of the codec's span."""
+        """Return a view of the tokens `start..stop - 1`, both multiples of the codec's span."""
         span = self.codec.span
         if start % span or stop % span:
             raise ValueError(f"{self.codec.name} is cut every {span} tokens, not at {start, stop}")
@@ -158,14 +158,15 @@ class Coded:
         )
 
     def after(self, earlier: mx.array) -> Coded:
-        """Return this side with a dependency on `earlier`."""
+        """Return this side, to be evaluated only after `earlier`."""
         codes, *others = self.parts
         return Coded(self.codec, (*mx.depends([codes], [earlier]), *others), self.dim)
 
     def is_finite(self) -> mx.array:
-        """Return whether all scales are finite, a bool array; False on overflow of float16.
+        """Return whether all scales are finite, as a bool array; False if float16 overflowed.
 
-        Allocates nothing: as integers, infinity and NaN are larger than all finite values.
+        Compares them as integers, where infinity and NaN exceed all finite values, which needs no
+        memory.
         """
         finite = mx.array(True)
         for part in self.parts:
@@ -182,7 +183,7 @@ class Coded:
         return self.codec.score(self.codec.transform_query(queries), self, ops)
 
     def mix(self, weights: mx.array, ops: CodeOps) -> mx.array:
-        """Mix one sequence's values by weights (heads, m, tokens): (heads, m, dim)."""
+        """Sum one sequence's values with weights (heads, m, tokens): (heads, m, dim)."""
         return self.codec.inverse_transform(self.codec.mix(weights, self, ops), self.dim)
 
 
@@ -197,10 +198,10 @@ def largest_group(dim: int) -> int:
 def quantized(
     x: mx.array, group_size: int, bits: int, ops: CodeOps
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Quantize (..., n) of any float dtype; return codes, and float16 scales and offsets.
+    """Quantize an array (..., n); return codes, and float16 scales and offsets.
 
-    MLX quantizes float32 faster than float16 on a CPU. With 8 bits, rounding the scales adds an
-    eighth of the squared error, so codes are computed for the rounded scales on every device.
+    Converts to float32 first, which MLX quantizes faster on a CPU. With 8 bits, rounding the scales
+    would add an eighth of the squared error, so the codes are computed for the rounded scales.
     """
     if bits == 8:
         return _bytes(x, group_size, ops)
@@ -216,15 +217,15 @@ def _bytes(x: mx.array, group_size: int, ops: CodeOps) -> tuple[mx.array, mx.arr
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Scales and offsets of 8-bit codes, (..., n / group) float32 each."""
+    """Rounded scales and offsets with which 8-bit codes are computed, (..., n / group) float32."""
 
     per_step: mx.array
     zero: mx.array
-    """Code of zero plus half a step: codes are truncated, not rounded."""
+    """Code of zero, plus 0.5 so that truncating rounds."""
 
     @classmethod
     def of(cls, x: mx.array, group_size: int, ops: CodeOps) -> tuple[mx.array, mx.array, Grid]:
-        """Return float16 scales and offsets, and the grid of their codes."""
+        """Return the float16 scales and offsets of x, and the grid to compute its codes."""
         *rows, n = x.shape
         smallest, largest = ops.extremes(x.reshape(*rows, n // group_size, group_size))
         offsets = (smallest - mx.abs(smallest) * (1.01 * ROUNDING) - SMALLEST).astype(mx.float16)
@@ -237,7 +238,7 @@ class Grid:
         return Grid(self.per_step[:, heads, tokens], self.zero[:, heads, tokens])
 
     def codes(self, x: mx.array, ops: CodeOps) -> mx.array:
-        """Return the codes of values, (..., n / 4) uint32."""
+        """Return the packed codes of x, (..., n / 4) uint32."""
         groups = ops.as_float32(x).reshape(*self.zero.shape, -1)
         steps = groups * mx.expand_dims(self.per_step, -1) + mx.expand_dims(self.zero, -1)
         return steps.astype(mx.uint8).reshape(x.shape).view(mx.uint32)

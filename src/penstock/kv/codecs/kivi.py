@@ -33,12 +33,12 @@ class Kivi(Codec):
 
     @classmethod
     def parse(cls, word: str, *, keys: bool) -> Self | None:
-        """Return the codec of a name; raises ValueError for values, which lack large channels."""
+        """See `Codec.parse`; raises ValueError for values, which have no large channels."""
         match = _NAME.fullmatch(word)
         if match is None or int(match[1]) not in BITS:
             return None
         if not keys:
-            raise ValueError(f"{word} is for keys; hold the values as affine or turbo")
+            raise ValueError(f"{word} is for keys only; use affine or turbo for values")
         return cls(int(match[1]))
 
     @property
@@ -88,7 +88,7 @@ class Kivi(Codec):
         return ops.multiply_codes(
             mx.broadcast_to(x, (codes.shape[0], codes.shape[1], *x.shape[2:])),
             codes,
-            mx.expand_dims(scales, -1),  # half as long as an index of None
+            mx.expand_dims(scales, -1),  # takes half as long as indexing with None
             mx.expand_dims(offsets, -1),
             transpose=transpose,
             group_size=SPAN,

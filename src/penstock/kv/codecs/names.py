@@ -12,26 +12,26 @@ from penstock.kv.codecs.turbo import Turbo
 
 RAW = "raw"
 AUTO = {"auto2.5x": "kivi6/turbo6", "auto3.5x": "kivi5/turbo3", "auto5x": "kivi3/turbo2.5"}
-"""Codecs with the lowest KL divergence on a real model at this compression of float16.
+"""Codecs with the lowest KL divergence on a real model, by compression ratio over float16.
 
 Figures are in benchmarks/notes/real.md. Valid for head sizes that are a multiple of 64; see
 docs/codecs.md for 80, 96 and 112.
 """
 CODECS: tuple[type[Codec], ...] = (Affine, Turbo, Kivi)
-"""All codecs; a new one is a file in this folder and an entry here."""
+"""All codecs; to add one, add a file to this folder and an entry here."""
 FORMS = "; ".join(
     [
         RAW,
         *(codec.FORMS for codec in CODECS),
         "k8v4, k4v2, k8v4g32, ...",
-        f"KEYS/VALUES of any two, as kivi4/turbo3.5; {', '.join(AUTO)}",
+        f"KEYS/VALUES of any two, such as kivi4/turbo3.5; {', '.join(AUTO)}",
     ]
 )
 _PAIR = re.compile(r"k([2-8])v([2-8])(g(?:32|64|128))?")
 
 
 def parse_scheme(text: str) -> Scheme:
-    """Return the scheme named by a setting; raises ValueError with the list of all names.
+    """Return the scheme that a setting names; raises ValueError for other names.
 
     >>> [parse_scheme(text).name for text in ("k8v4", "4", "auto3.5x")]
     ['rot8/rot4', 'affine4', 'kivi5/turbo3']

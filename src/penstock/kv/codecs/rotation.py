@@ -1,7 +1,7 @@
-"""Random signs and a Hadamard transform: an orthonormal matrix that spreads outliers.
+"""Orthonormal rotation that spreads outliers: random signs, then a Hadamard transform.
 
-Every coordinate of a rotated vector is a signed sum of all coordinates, so it is approximately
-normal for any vector. Rotation preserves inner products.
+Every coordinate of a rotated vector is a signed sum of all coordinates, so its distribution is
+approximately normal for any vector. Rotation preserves inner products.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SEED = 0
 
 
 def rotate(x: mx.array, width: int | None = None, factor: float = 1.0) -> mx.array:
-    """Rotate (..., dim) in float32 into (..., width), times `factor`; padding spreads errors."""
+    """Rotate (..., dim), zero-padded to `width`, and multiply by `factor`: (..., width) float32."""
     x = x.astype(mx.float32)
     *rows, dim = x.shape
     if width is not None and width > dim:
@@ -32,9 +32,9 @@ def rotate_back(x: mx.array, dim: int | None = None) -> mx.array:
 
 
 def _transform(x: mx.array, factor: float = 1.0) -> mx.array:
-    """Transform a head in parts of the largest possible power of two; self-inverse.
+    """Apply Hadamard transforms of the largest power of two that divides dim; self-inverse.
 
-    MLX's transforms of 12, 20 and 28 times a power of two are not symmetric.
+    MLX's transforms of 12, 20 and 28 times a power of two are not symmetric, so not used.
     """
     *rows, dim = x.shape
     size = dim & -dim
@@ -45,11 +45,12 @@ def _transform(x: mx.array, factor: float = 1.0) -> mx.array:
 
 
 @cache
-def _numbers(dim: int) -> npt.NDArray[np.float32]:
+def signs_of(dim: int) -> npt.NDArray[np.float32]:
+    """Return the signs of a rotation, (dim,)."""
     bits = random.Random(f"penstock {SEED} {dim}").getrandbits(dim)
     return np.array([1.0 if bits >> i & 1 else -1.0 for i in range(dim)], np.float32)
 
 
 def _signs(dim: int) -> mx.array:
     # Made anew each time: an array belongs to the thread that has made it.
-    return mx.array(_numbers(dim))
+    return mx.array(signs_of(dim))

@@ -1,15 +1,14 @@
 """Channel scales: keys are divided by them before encoding, and queries multiplied.
 
-Scores do not change.
+This does not change scores, only their quantization error.
 
-A rotation spreads the quantization error over all channels. With root mean squares k of keys and q
-of queries in a channel of scale s, the squared error of a score grows with the sum of k^2 / s^2
-over the channels, times the sum of s^2 q^2. The product is minimal for s^2 = k / q
-(Cauchy-Schwarz).
+A rotation spreads the error over all channels. With root mean squares k of keys and q of queries in
+a channel of scale s, the squared error of a score grows with the sum of k^2 / s^2 over the
+channels, times the sum of s^2 q^2. The product is minimal for s^2 = k / q (Cauchy-Schwarz).
 
 Only channels that are large in every token get a scale; small differences may only reflect the
-tokens measured, and scaling all channels was found to lose accuracy. Scales are powers of two, so
-scaling is exact.
+measured tokens, and scaling all channels lost accuracy. Scales are powers of two, so scaling is
+exact.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ import xxhash
 from penstock.kv.codecs.coded import Codec, Scales
 
 FROM = 2
-"""Minimum exponent of a scale: keys 8 times as large, at equal queries."""
+"""Minimum exponent of a scale, 2^2, which keys about 16 times as large as others have."""
 MOST = 16
 LEAST = 1e-30
-"""Minimum mean square of a channel to be scaled."""
+"""Minimum sum of squares of a channel to be scaled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaled(Codec):
-    """A codec with optional key scales, which are part of its identity."""
+    """A codec with optional channel scales for keys, which are part of its identity."""
 
     scales: Scales = field(default=(), repr=False)
 
@@ -61,7 +60,7 @@ def multiplied(x: mx.array, scales: Scales) -> mx.array:
 
 
 def _factors(scales: Scales) -> mx.array:
-    return mx.array(_powers(scales))  # anew: an array belongs to the thread that has made it
+    return mx.array(_powers(scales))  # not cached: an array belongs to the thread that created it
 
 
 @lru_cache(maxsize=256)
@@ -71,14 +70,14 @@ def _powers(scales: Scales) -> npt.NDArray[np.float32]:
 
 
 class Squares:
-    """Accumulators of the mean squares of keys and queries, by head and channel."""
+    """Accumulators of the squares of keys and queries, by head and channel."""
 
     def __init__(self) -> None:
         self._keys: mx.array | None = None
         self._queries: mx.array | None = None
 
     def add(self, keys: mx.array, queries: mx.array) -> None:
-        """Add keys (1, kv_heads, n, dim) and their queries (1, heads, n, dim); evaluated."""
+        """Add keys (1, kv_heads, n, dim) and queries (1, heads, n, dim) of tokens; evaluated."""
         kv_heads, dim = keys.shape[1], keys.shape[3]
         sums = []
         for before, new in ((self._keys, keys), (self._queries, queries)):
@@ -89,7 +88,7 @@ class Squares:
         self._keys, self._queries = sums
 
     def scales(self) -> Scales:
-        """Return scales for the channels large compared with their head's median."""
+        """Return scales for the channels that are large compared to the median of their head."""
         if self._keys is None or self._queries is None:
             return ()
         keys, queries = (np.array(sums, np.float64) for sums in (self._keys, self._queries))

@@ -11,7 +11,7 @@ from penstock.kv.codecs.coded import Codec, Scales
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Codec of keys and codec of values; None is raw."""
+    """Codec of keys and codec of values; None stores raw values."""
 
     name: str
     keys: Codec | None
@@ -24,7 +24,7 @@ class Scheme:
         return tuple(codec for codec in (self.keys, self.values) if codec is not None)
 
     def scaled(self, measure: Callable[[], tuple[Scales, ...]]) -> Scheme:
-        """Return this scheme with scales from `measure`, if the codec of keys uses them."""
+        """Return this scheme with the channel scales that `measure` returns, if it uses them."""
         if self.keys is None or not self.keys.takes_scales:
             return self
         scales = measure()
@@ -36,7 +36,7 @@ class Scheme:
         return replace(self, keys=self.keys.scaled(self.scales[number]), scales=())
 
     def token_bits(self, key_dim: int, value_dim: int, dtype_bits: int) -> int:
-        """Return the bits per token and head, both sides. Raises ValueError as codecs do."""
+        """Return the bits per token and head, keys and values; see `Codec.token_bits`."""
         sides = ((self.keys, key_dim), (self.values, value_dim))
         return sum(
             dim * dtype_bits if codec is None else codec.token_bits(dim) for codec, dim in sides

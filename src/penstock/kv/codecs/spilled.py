@@ -1,7 +1,7 @@
-"""Keys or values in a cold tier; memory has only a checksum and a place per block.
+"""Keys or values that are in a cold tier; memory has only a checksum and a place per block.
 
 A spilled side is split, joined and shared like codes. Its reader fetches the blocks and verifies
-their checksums, so that it gets exactly the original bytes.
+their checksums, so only the original bytes are ever used.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from penstock.kv.codecs.code_ops import CodeOps
 from penstock.kv.codecs.coded import Codec, Coded
 
 AT_REST = 1 << 30
-"""Flag in a block's place if the tier stores other values than are read: the originals of values
-that a codec at rest decodes."""
+"""Flag in a block's place: the tier stores raw values, to be read as if quantized by a codec."""
 BLOCK_TOKENS = 16
 """Number of tokens read, verified and selected together."""
 ENTRY_BYTES = 300
 """Python overhead of one requested block, in bytes."""
 PIECE_TOKENS = 640
-"""Maximum tokens of a side read at once if all of them are read."""
+"""Maximum number of tokens of a side read at once if all tokens are read."""
 Numbers = NDArray[np.int32]
 Checksums = NDArray[np.uint64]
 RawBlocks = NDArray[np.uint8]
@@ -52,13 +51,13 @@ class BlockList:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockPairs:
-    """Blocks of keys, and of values of the same tokens, of one layer, in any order."""
+    """Key blocks of one layer and the value blocks of the same tokens, in any order."""
 
     layer: int
     heads: Numbers
     places: Numbers
     checksums: Checksums
-    """Checksums of each pair's keys and values, (pairs, 2)."""
+    """Checksums of the key block and the value block of each pair, (pairs, 2)."""
 
     @classmethod
     def of(cls, keys: BlockList, values: BlockList) -> BlockPairs:
@@ -84,16 +83,16 @@ class BlockPairs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldPairs:
-    """Locations of pairs of blocks in memory, valid until the next request."""
+    """Loaded pairs of blocks in the block cache, valid until the next request."""
 
     memory: Sequence[RawBlocks]
-    """Bytes of each pair's keys and then values, (rows, bytes)."""
+    """Arrays (rows, bytes); a row has the bytes of a pair's keys, then of its values."""
     rows: Sequence[NDArray[np.int64]]
-    """Row of each pair, (pairs,) per list; rows are numbered over all of the memory."""
+    """Row of each pair, (pairs,) per list; rows are numbered across all arrays of `memory`."""
     key_bytes: int
 
     def addresses(self, number: int) -> NDArray[np.int64]:
-        """Return the addresses of keys and values of a list's pairs, (pairs, 2)."""
+        """Return the memory addresses of the keys and values of a list's pairs, (pairs, 2)."""
         rows, first = self.rows[number], 0
         keys = np.empty(len(rows), np.int64)
         for part in self.memory:
@@ -104,7 +103,7 @@ class HeldPairs:
         return np.stack([keys, keys + self.key_bytes], axis=1)
 
     def copied(self, number: int) -> tuple[RawBlocks, RawBlocks]:
-        """Return copies of the bytes of a list's keys and values, (pairs, bytes) each."""
+        """Copy the bytes of the keys and of the values of a list's pairs, (pairs, bytes) each."""
         rows, first = self.rows[number], 0
         copies = np.empty((len(rows), self.memory[0].shape[1]), np.uint8)
         for part in self.memory:
@@ -117,20 +116,20 @@ class HeldPairs:
 class BlockReader(ABC):
     @abstractmethod
     def fetch(self, lists: Sequence[BlockList]) -> list[RawBlocks]:
-        """Return the bytes of blocks, (blocks, bytes) for each list, or raise SpilledLost."""
+        """Read the blocks of each list, (blocks, bytes) uint8; raise SpilledLost on failure."""
 
 
 class BlockCache(BlockReader):
-    """Reads blocks, and caches those that the next step may need again."""
+    """Block reader that caches blocks for the next steps."""
 
     @abstractmethod
     def hold(self, lists: Sequence[BlockPairs]) -> HeldPairs:
-        """Load the blocks of all lists of one layer in a single request, or raise SpilledLost."""
+        """Load the blocks of all lists, of one layer, in one request; SpilledLost on failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spilled(Codec):
-    """Codec of a side in a cold tier: its checksums, and the places of the blocks."""
+    """Codec of a side in a cold tier. Parts: checksums and places of the blocks."""
 
     reader: BlockReader
     layer: int
@@ -138,13 +137,13 @@ class Spilled(Codec):
     dtype: mx.Dtype
     first_head: int = 0
     rest: Codec | None = None
-    """Codec at rest whose decoded values are read; None for values as computed."""
+    """Codec that determines the values read; None if they are exactly those computed."""
 
     span: ClassVar[int] = BLOCK_TOKENS
     block_bytes: ClassVar[int] = 12
     """Bytes of a block's checksum and place, per head."""
     buffers: ClassVar[float] = 1.6
-    """Value chosen so that `PIECE_TOKENS` are dequantized together; does not count arrays."""
+    """Chosen so that `PIECE_TOKENS` tokens are read at once; not a number of arrays."""
 
     @property
     def name(self) -> str:
@@ -169,10 +168,10 @@ class Spilled(Codec):
         return Coded(replace(self, rest=codec), (checksums, resting), coded.dim)
 
     def encode(self, x: mx.array, ops: CodeOps) -> Coded:
-        raise ValueError("keys and values are spilled with the places of their blocks")
+        raise ValueError("spilling needs the places of the blocks: use `spilled`")
 
     def spilled(self, x: mx.array, places: Numbers) -> Coded:
-        """Return the part of (1, heads, tokens, dim) that stays in memory, evaluated.
+        """Return the spilled form of an array (1, heads, tokens, dim), evaluated.
 
         `tokens` is a multiple of `BLOCK_TOKENS`; `places` has the place of each block, (blocks,).
         """
@@ -182,7 +181,7 @@ class Spilled(Codec):
         checksums = [[xxhash.xxh3_64_intdigest(block) for block in head] for head in raw]
         parts = (
             mx.array(np.array(checksums, np.uint64)[None]),
-            # Not broadcast: MLX would hold one head's, where all of them are counted.
+            # Not broadcast, because MLX would store one head while `nbytes` counts all.
             mx.array(np.tile(places.astype(np.int32), (1, heads, 1))),
         )
         mx.eval(parts)
@@ -190,7 +189,7 @@ class Spilled(Codec):
 
     @property
     def cache(self) -> BlockCache:
-        """The reader as the block cache that all segments of a tree share."""
+        """The reader, which is the block cache shared by all segments of a tree."""
         assert isinstance(self.reader, BlockCache)
         return self.reader
 
@@ -209,14 +208,14 @@ class Spilled(Codec):
         return self.blocks(coded, heads, columns + np.int32(first))
 
     def numbers(self, coded: Coded, raw: RawBlocks) -> NDArray[np.float32] | mx.array:
-        """Return the values of a run of blocks, (heads, tokens, dim); a NumPy array if float32."""
+        """Convert bytes of consecutive blocks to (heads, tokens, dim); a NumPy array if float32."""
         heads = coded.parts[0].shape[1]
         if self.dtype == mx.float32:
             return raw.view(np.float32).reshape(heads, -1, coded.dim)
         return mx.array(raw.reshape(-1)).view(self.dtype).reshape(heads, -1, coded.dim)
 
     def as_array(self, coded: Coded, raw: RawBlocks) -> mx.array:
-        """Return the values of all blocks, (1, heads, tokens, dim), from their bytes."""
+        """Convert the bytes of all blocks to an array (1, heads, tokens, dim)."""
         return mx.array(self.numbers(coded, raw))[None]
 
     def dequantize(self, coded: Coded, ops: CodeOps) -> mx.array:

@@ -1,4 +1,4 @@
-"""Rotated vectors with one scale each, on a uniform grid (TurboQuant).
+"""Codec of rotated vectors with one scale each, on a uniform grid (TurboQuant).
 
 The coordinates of a rotated vector are approximately normal with equal variance, so one grid fits
 all, and a vector needs one scale besides its codes (Zandieh et al. 2025, "TurboQuant", the form
@@ -27,7 +27,7 @@ from penstock.kv.codecs.rotation import rotate, rotate_back
 from penstock.kv.codecs.scales import Scaled, divided, multiplied
 
 STEPS = {2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 8: 0.0308}
-"""Distance between two levels, in standard deviations, by number of bits."""
+"""Distance between adjacent levels, in standard deviations, by number of bits."""
 
 _NAME = re.compile(r"turbo([1-8])(\.5)?")
 
@@ -39,8 +39,8 @@ class Turbo(Scaled):
     With `half`, the first half of the rotated values has one more bit. Parts: codes (two arrays
     with `half`), scales.
 
-    With `unbiased`, for keys, the scale makes products with the vector itself exact on average.
-    Otherwise, for values, it minimizes the squared error.
+    With `unbiased` (for keys), the scale preserves the vector's product with itself. Otherwise (for
+    values), it minimizes the squared error.
     """
 
     FORMS: ClassVar[str] = "turbo2, turbo2.5, ..., turbo6, turbo8"
@@ -65,8 +65,8 @@ class Turbo(Scaled):
     def token_bits(self, dim: int) -> int:
         if self.half and dim % 64:
             raise ValueError(
-                f"{self.name} halves a head, and {dim} is not a multiple of 64; turbo{self.bits} "
-                f"and turbo{self.bits + 1} hold it"
+                f"{self.name} needs a head size that is a multiple of 64, not {dim}; use "
+                f"turbo{self.bits} or turbo{self.bits + 1}"
             )
         return sum(w * bits for w, bits in zip(self._widths(dim), self._each, strict=True)) + 16
 
@@ -160,15 +160,15 @@ class Turbo(Scaled):
 
 
 def padded(dim: int) -> int:
-    """Return the size of a rotated head, padded to the smallest group size."""
+    """Return the size of a rotated head: `dim` rounded up to a multiple of the smallest group."""
     return -(-dim // GROUP_SIZES[-1]) * GROUP_SIZES[-1]
 
 
 def fitted(z: mx.array, levels: mx.array, *, unbiased: bool) -> mx.array:
-    """Return the scale of each vector's levels, (...) float16.
+    """Return the factor of each vector's levels that approximates z, (...) float16.
 
-    Unbiased: <z, z'> = <z, z>, so |z|^2 / <z, levels>. Otherwise least squares: <z, levels> /
-    |levels|^2. The scale of a zero vector is 0.
+    Unbiased: |z|^2 / <z, levels>, so that <z, factor * levels> = |z|^2. Otherwise least squares:
+    <z, levels> / |levels|^2. The scale of a zero vector is 0.
     """
     along = mx.sum(z * levels, axis=-1)
     over, under = (

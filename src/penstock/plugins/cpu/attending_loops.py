@@ -1,4 +1,4 @@
-"""Compiled attention to selected blocks in place; see `choice_loops`."""
+"""Compiled attention to selected blocks, without copying them; see `choice_loops`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from penstock.plugins.cpu.attention_tiles import HALF_BYTES, widen_function
 from penstock.plugins.cpu.compiled import FOUR, SUMS, exp_loop, pointer
 
 PLACES = 6
-"""Row of a span's addresses that contains its blocks' places; zero if they are in memory."""
+"""Index, among a span's addresses, of the places of spilled blocks; 0 if none is spilled."""
 
 
 @cache
-def _list_loop() -> Any:
-    """Compile the list of blocks that a head reads: first, selected and recent ones."""
+def list_loop() -> Any:
+    """Compile the listing of the blocks that a head reads: first, selected and recent ones."""
     from numba import njit
 
     first = FIRST_BLOCKS
@@ -37,11 +37,11 @@ def _list_loop() -> Any:
 def locate_loop() -> Any:
     """Compile the lookup of places and checksums of spilled blocks.
 
-    The place of a block in memory is -1.
+    Blocks that are in memory have the place -1.
     """
     from numba import carray, njit
 
-    address_of, list_all = pointer(), _list_loop()
+    address_of, list_all = pointer(), list_loop()
     block, row = BLOCK_TOKENS, PLACES
 
     @njit(nogil=True)
@@ -70,10 +70,10 @@ def locate_loop() -> Any:
 
 @cache
 def _runs_loop(key_dim: int, value_dim: int) -> Any:
-    """Compile the lookup of the tokens of blocks, as runs within one span.
+    """Compile the lookup of the tokens of blocks, as runs of tokens in one span.
 
-    A run has the addresses of its keys and values, its column among all tokens read, and its
-    length. Those of spilled blocks are given.
+    A run is the addresses of its keys and values, its column among all tokens read, and its length.
+    The caller gives the addresses of spilled blocks.
     """
     from numba import njit
 
@@ -106,7 +106,7 @@ def _runs_loop(key_dim: int, value_dim: int) -> Any:
 
 @cache
 def _floats_loop() -> Any:
-    """Compile the address of float32 keys or values: their own, or that of a converted copy."""
+    """Compile access to keys or values as float32, converted to a copy if they are float16."""
     from numba import njit
 
     widen, half_bytes = widen_function(), HALF_BYTES
@@ -123,7 +123,7 @@ def _floats_loop() -> Any:
 
 @cache
 def _score_loop(key_dim: int) -> Any:
-    """Compile the products of queries with keys of this size, four queries at a time."""
+    """Compile the products of queries with keys, four queries at a time."""
     from numba import carray, float32, njit
 
     address_of, together, floats = pointer(), FOUR, _floats_loop()
@@ -157,7 +157,7 @@ def _score_loop(key_dim: int) -> Any:
 
 @cache
 def mix_loop(value_dim: int) -> Any:
-    """Compile the sum of weighted values of this size."""
+    """Compile the weighted sum of values."""
     from numba import carray, njit
 
     address_of, floats = pointer(), _floats_loop()
@@ -187,10 +187,10 @@ def mix_loop(value_dim: int) -> Any:
 
 @cache
 def attend_loop(key_dim: int, value_dim: int) -> Any:
-    """Compile attention to first, selected and recent tokens of these sizes."""
+    """Compile attention to the first, selected and recent blocks."""
     from numba import njit
 
-    list_all, find, exp = _list_loop(), _runs_loop(key_dim, value_dim), exp_loop()
+    list_all, find, exp = list_loop(), _runs_loop(key_dim, value_dim), exp_loop()
     score, mix = _score_loop(key_dim), mix_loop(value_dim)
     block, first = BLOCK_TOKENS, FIRST_BLOCKS
 
@@ -217,7 +217,7 @@ def attend_loop(key_dim: int, value_dim: int) -> Any:
                 totals[query] = exp(scores, top) + sink
                 mixed[head, query] *= sink
             mix(weights, runs[:run_count], nbytes, space, mixed[head])
-            for query in range(count):  # weights have the sum 1 from here on
+            for query in range(count):  # normalize
                 mixed[head, query] /= totals[query]
 
     return attend

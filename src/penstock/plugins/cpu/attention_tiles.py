@@ -1,10 +1,10 @@
-"""Vector code of attention: scores, weights and mixed values of four queries at a time.
+"""Vectorized attention: scores, weights and weighted values of four queries at a time.
 
-Sums have a fixed order: of a score, over 16 lanes and then by halves; of weights, the same by the
-token's position; of values, token by token. A token that a query does not see has the weight 0,
+Sums have a fixed order: those of scores and of weights are over 16 lanes, which are then added by
+halves; those of values are token by token. A token that a query does not see has the weight 0,
 which changes no bit of a sum. So results do not depend on which queries are computed together.
 
-The functions are written as LLVM IR, for loops that Numba compiles.
+The functions are generated as LLVM IR, for loops that Numba compiles.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from functools import cache
 from typing import Any
 
 LANES = 16
-"""Numbers of a vector."""
+"""Number of floats in a vector."""
 QUERIES = 4
-"""Queries that are computed together."""
+"""Number of queries that are computed together."""
 KEYS = 4
-"""Keys that are multiplied together."""
+"""Number of keys that are multiplied together."""
 BLOCK_TOKENS = 128
-"""Tokens under one softmax; blocks begin at multiples of it, and are merged in order."""
+"""Number of tokens under one softmax; blocks start at multiples of it and are merged in order."""
 PREFETCHED_BYTES = 4096
-"""Distance at which keys and values are requested from memory."""
+"""Number of bytes ahead of the current keys and values at which memory is prefetched."""
 UNSEEN = -1e30
-"""Score of a token that is not seen, and the maximum of no scores."""
+"""Score of a token that a query does not see, and the maximum of no scores."""
 LOWEST = -87.0
-"""Lowest exponent whose power is a normal number."""
+"""Lower bound of arguments of `exp`, which is not subnormal there."""
 ROUNDER = 1.5 * 2**23
-"""Added to a float32, it leaves the nearest integer in the low bits."""
+"""Number that, added to a float32, leaves the nearest integer in the low bits."""
 FLOAT_BYTES, HALF_BYTES = 4, 2
-"""Bytes of a number of keys and values."""
+"""Bytes of an element of keys and values."""
 MOST_HALF = 65_504.0
 """Largest float16."""
 HAS_FLOAT16 = platform.machine() in ("arm64", "aarch64")
-"""Whether this processor computes with float16; others only convert it, or not even that."""
+"""Whether this processor computes with float16; others at most convert it."""
 MAXIMUM, TOTAL = 0, 1
-"""Numbers of a query behind its mixed values."""
+"""Offsets in a query's state, after the weighted values, of the maximum and the sum of weights."""
 
 
 def padded(dim: int) -> int:
@@ -47,14 +47,14 @@ def padded(dim: int) -> int:
 
 
 def state_floats(value_dim: int) -> int:
-    """Return the numbers of a query's state: mixed values, maximum and sum of weights."""
+    """Return the number of floats of a query's state: weighted values, maximum, sum of weights."""
     return padded(value_dim) + LANES
 
 
 def _halves(unit: int) -> tuple[list[int], list[int]]:
-    """Return the lanes of two vectors that are the low and high halves of their units."""
+    """Return the lanes of two vectors that are the low and the high halves of units of lanes."""
     lanes = list(range(2 * LANES))
-    if unit <= 4:  # 128 bits of one, and of the other
+    if unit <= 4:  # 128 bits of each in turn
         lanes = [v * LANES + 4 * i + k for i in range(4) for v in (0, 1) for k in range(4)]
     low = [lane for place, lane in enumerate(lanes) if place % unit < unit // 2]
     high = [lane for place, lane in enumerate(lanes) if place % unit >= unit // 2]
@@ -74,7 +74,7 @@ def converts_halves() -> bool:
 
 @cache
 def lane_order(count: int) -> tuple[int, ...]:
-    """Return which of 1, 4 or 16 vectors has its sum in each lane; see `sums_of_lanes`."""
+    """Return the index of the vector whose sum `sums_of_lanes` puts into each lane."""
     left = [[place] * LANES for place in range(count)]
     for low, _ in _HALVES:
         pairs = zip(left[::2], left[1::2] or left, strict=True)
@@ -83,7 +83,7 @@ def lane_order(count: int) -> tuple[int, ...]:
 
 
 class Vectors:
-    """Builds IR on vectors of 16 float32."""
+    """Builder of LLVM IR for vectors of 16 float32."""
 
     def __init__(self, builder: Any) -> None:
         from llvmlite import ir
@@ -106,13 +106,13 @@ class Vectors:
         return self._constant(self.ints, [value] * LANES)
 
     def offset(self, address: Any, numbers: Any, nbytes: int = 4) -> Any:
-        """Return the address so many numbers of `nbytes` behind; `numbers` is an int or a value."""
+        """Return the address after `numbers` elements, an int or IR value, of `nbytes` bytes."""
         if isinstance(numbers, int):
             return self.builder.add(address, self.number(nbytes * numbers))
         return self.builder.add(address, self.builder.mul(numbers, self.number(nbytes)))
 
     def load(self, address: Any, lanes: int = LANES) -> Any:
-        """Load a vector; lanes from `lanes` on are 0, and not read."""
+        """Load a vector of which only the first `lanes` lanes are read; others are 0."""
         place = self.builder.inttoptr(address, self._pointer(self.floats))
         if lanes == LANES:
             return self.builder.load(place, align=4)
@@ -125,7 +125,7 @@ class Vectors:
         return self.builder.call(function, [place, align, mask, self.every(0.0)])
 
     def load_side(self, address: Any, nbytes: int, lanes: int) -> Any:
-        """Load a vector of keys or values: float32 lanes, or float16 of whole vectors only."""
+        """Load a vector of keys or values as float32; float16 is supported for whole vectors."""
         if nbytes == FLOAT_BYTES:
             return self.load(address, lanes)
         place = self.builder.inttoptr(address, self._pointer(self.halves))
@@ -144,7 +144,7 @@ class Vectors:
         return self.builder.shuffle_vector(value, other, self._constant(kind, list(lanes)))
 
     def prefetch(self, address: Any, nbytes: int) -> None:
-        """Request the cache lines of so many bytes, `PREFETCHED_BYTES` ahead."""
+        """Prefetch `nbytes` bytes, `PREFETCHED_BYTES` ahead of an address."""
         from llvmlite import ir
 
         text = self._pointer(ir.IntType(8))
@@ -168,26 +168,26 @@ class Vectors:
         return ir.Undefined
 
     def fused(self, x: Any, y: Any, z: Any) -> Any:
-        """Return x y + z, rounded once."""
+        """Return x * y + z, rounded once."""
         function = self._declared("llvm.fma.v16f32", self.floats, [self.floats] * 3)
         return self.builder.call(function, [x, y, z])
 
     def halved(self, x: Any) -> Any:
-        """Round to float16, the largest numbers to the largest of these."""
+        """Convert to float16, clipping to its range."""
         for sign, most in (("<", MOST_HALF), (">", -MOST_HALF)):
             bound = self.every(most)
             x = self.builder.select(self.builder.fcmp_ordered(sign, bound, x), bound, x)
         return self.builder.fptrunc(x, self.halves)
 
     def greater(self, x: Any, y: Any) -> Any:
-        """Return the larger of each lane; NaN where `x` is NaN."""
+        """Return the maximum per lane; NaN where `x` is NaN."""
         less = self.builder.fcmp_ordered("<", x, y)
         return self.builder.select(less, y, x)
 
     def sums_of_lanes(self, vectors: Sequence[Any]) -> Any:
-        """Return a vector with the sum of each vector's lanes, by halves, in `lane_order`.
+        """Return a vector with the sums of the vectors' lanes, in `lane_order`.
 
-        Shuffles stay within 128 bits where they can: others are slower, and take registers.
+        Shuffles stay within 128 bits where possible; others are slower and need registers.
         """
         left = list(vectors)
         for low, high in _HALVES:
@@ -199,7 +199,7 @@ class Vectors:
         return left[0]
 
     def maximum_of_lanes(self, vector: Any) -> Any:
-        """Return a vector with the maximum of all lanes in each."""
+        """Return a vector with the maximum of all lanes in every lane."""
         half = LANES // 2
         while half:
             turned = self.lanes_of(vector, vector, [lane ^ half for lane in range(LANES)])
@@ -208,7 +208,7 @@ class Vectors:
         return vector
 
     def exp(self, x: Any) -> Any:
-        """Return e^x for x <= 0, exactly 1 for 0: a power of two, times a Taylor polynomial."""
+        """Return e^x for x <= 0, exact for 0: a power of two times a Taylor polynomial."""
         builder, log_2 = self.builder, math.log(2)
         low = self.every(LOWEST)
         x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
@@ -223,7 +223,7 @@ class Vectors:
         return builder.fmul(result, builder.bitcast(power, self.floats))
 
     def tanh(self, x: Any) -> Any:
-        """Return the hyperbolic tangent: 1 - 2 / (e^2x + 1), by e^-2|x|."""
+        """Return the hyperbolic tangent: (1 - e^-2|x|) / (1 + e^-2|x|), with the sign of x."""
         builder = self.builder
         bits = builder.bitcast(x, self.ints)
         sign = builder.and_(bits, self.every_int(-(2**31)))
@@ -242,7 +242,7 @@ class Vectors:
 
 
 def vector_function(arguments: int, body: Any) -> Any:
-    """Return a function for compiled loops of so many 64-bit integers, with a body of IR."""
+    """Return a Numba intrinsic of a tuple of `arguments` 64-bit integers, generated by `body`."""
     from numba import types
     from numba.extending import intrinsic
 
@@ -263,7 +263,7 @@ def vector_function(arguments: int, body: Any) -> Any:
 def halve_function() -> Any:
     """Return a function that rounds float32 to float16.
 
-    Its arguments: addresses of the numbers and of the result, and how many there are, a multiple of
+    Its arguments: addresses of the numbers and of the result, and their number, a multiple of
     `LANES`.
     """
 
@@ -298,10 +298,10 @@ def widen_function() -> Any:
 
 @cache
 def score_function(key_dim: int, nbytes: int = FLOAT_BYTES) -> Any:
-    """Return a function that multiplies four queries with keys of `nbytes` a number.
+    """Return a function that multiplies four queries by keys of `nbytes` bytes per element.
 
     Its arguments: addresses of the queries, (4, padded key_dim) float32, and of the keys, (n,
-    key_dim); n; and the address of the first score, in rows of `BLOCK_TOKENS`.
+    key_dim); n; and the address of the scores, (4, BLOCK_TOKENS).
     """
     width = padded(key_dim)
     vectors = width // LANES
@@ -361,9 +361,9 @@ def score_function(key_dim: int, nbytes: int = FLOAT_BYTES) -> Any:
 def weigh_function(soft_cap: float) -> Any:
     """Return a function that turns a query's scores of a block into weights.
 
-    Its arguments: address of the scores, (BLOCK_TOKENS,); the first visible column of the block,
-    the end, and the end of those that are visible besides; and the address of the query's maximum
-    and sum, which it writes.
+    Its arguments: address of the scores, (BLOCK_TOKENS,); first and end of the visible columns of
+    the block; end of the columns that are visible in addition, from 0 on; and the address to which
+    it writes the query's maximum and sum.
     """
 
     def body(of: Vectors, scores: Any, start: Any, end: Any, kept: Any, totals: Any) -> None:
@@ -409,10 +409,10 @@ def weigh_function(soft_cap: float) -> Any:
 
 @cache
 def mix_function(value_dim: int, nbytes: int = FLOAT_BYTES) -> Any:
-    """Return a function that adds four queries' weighted values to their states.
+    """Return a function that adds weighted values to the states of four queries.
 
-    Its arguments: address of the first token's weight, in rows of `BLOCK_TOKENS`; of the values,
-    (n, value_dim), of `nbytes` a number; n; and of the states, in rows of `state_floats`.
+    Its arguments: addresses of the weights, (4, BLOCK_TOKENS), and of the values, (n, value_dim) of
+    `nbytes` bytes per element; n; and the address of the states, (4, state_floats).
     """
     width = state_floats(value_dim)
 
@@ -453,9 +453,9 @@ def mix_function(value_dim: int, nbytes: int = FLOAT_BYTES) -> Any:
 
 @cache
 def merge_function(value_dim: int) -> Any:
-    """Return a function that merges a query's state of a block into its state of those before.
+    """Return a function that merges a query's state for a block into that for previous blocks.
 
-    Its arguments: addresses of the merged state and of the block's.
+    Its arguments: addresses of the state to update and of the block's.
     """
     width = padded(value_dim)
 

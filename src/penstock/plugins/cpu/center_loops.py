@@ -13,7 +13,7 @@ from penstock.plugins.cpu.index_products import QUERIES, center_product
 
 @cache
 def _factor_loop() -> Any:
-    """Compile the factors of one query: cosines, then sines."""
+    """Compile a query's factors of cosines and sines, and its product with unrotated values."""
     from numba import float32, njit
 
     @njit(nogil=True)
@@ -33,7 +33,7 @@ def _factor_loop() -> Any:
 
 @cache
 def _tile_loop() -> Any:
-    """Compile the products of all queries of a head with a tile of the table."""
+    """Compile the products of a head's queries with a tile of the table."""
     from numba import njit
 
     (most, fewer, one), (four, two, single) = QUERIES, map(center_product, QUERIES)
@@ -56,9 +56,9 @@ def _tile_loop() -> Any:
 
 @cache
 def center_loop() -> Any:
-    """Compile the scores of blocks by a table of rotations; see `Rotation.sums`.
+    """Compile the scoring of blocks with a table of rotations; see `Rotation.sums`.
 
-    The sum of a block has a fixed order.
+    Sums have a fixed order.
     """
     from numba import njit
 

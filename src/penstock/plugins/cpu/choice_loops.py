@@ -1,9 +1,9 @@
-"""Loops for selective attention on KV in place, compiled for the CPU by Numba.
+"""Loops for selective attention without copies of KV, compiled for the CPU by Numba.
 
 They take addresses, because a call per segment would cost more than its work. Callers must keep the
-arrays alive. Without Numba (extra `cpu`), MLX's operations do the same. Sums over the index have
-the same bits, and so the same blocks are selected, except between blocks whose scores differ by
-rounding of the centers' products and of the softmax.
+arrays alive. Without Numba (extra `cpu`), MLX's operations are used instead. Both compute equal
+sums over the index and so select the same blocks, except among blocks whose scores differ only by
+the rounding of products with centers and of the softmax.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from penstock.plugins.cpu.rest_loops import CODES, rest_loop, units_of
 
 Addresses: TypeAlias = Integers
 INDEX_PARTS = 4
-"""Maximum parts of an index: codes and sizes of keys, and of values."""
+"""Maximum number of arrays of an index: codes and scales of keys and of values."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpanTable:
-    """Locations of one layer of consecutive tokens, in several spans."""
+    """Addresses of consecutive tokens of one layer, in several spans."""
 
     starts: Addresses
     """Position of the first token of each span, and the end of the last, (spans + 1,)."""
     sides: Addresses
-    """Addresses of each span's keys and values, or of their checksums if spilled; of the parts of
-    its index; and of the places of spilled blocks, see `side_addresses`: (spans, 7, 2)."""
+    """Addresses of each span's keys and values (checksums if spilled), index arrays, and places of
+    spilled blocks, (spans, 7, 2); see `side_addresses`."""
 
     @property
     def is_spilled(self) -> bool:
@@ -61,7 +61,7 @@ class SpanTable:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceLoops:
-    """Loops for keys of one size; all release the GIL."""
+    """Compiled loops for keys and values of one size; all release the GIL."""
 
     signs: int
     """Number of signs per token in the index."""
@@ -73,7 +73,7 @@ class ChoiceLoops:
     _rest: Any
 
     def compile(self) -> None:
-        """Compile all loops in advance: takes some seconds, and 200 MB for the compiler."""
+        """Compile all loops, which takes some seconds and 200 MB for the compiler."""
         held = [
             np.zeros((1, 2 * BLOCK_TOKENS, width), kind)
             for width, kind in (
@@ -107,16 +107,16 @@ class ChoiceLoops:
         first_head: int = 0,
         centers: Floats | None = None,
     ) -> Addresses:
-        """Select the best blocks of each head; return sorted indices, (heads, count).
+        """Select the best blocks of each head and return their sorted indices, (heads, count).
 
         Args:
-            whole: whole numbers from `KeyIndex.whole_queries`, (heads, m, n); 127 at most.
-            units: what half of a product with these is worth, (heads, m, 1).
-            spans: locations of the indexed tokens.
+            whole: queries as integers, (heads, m, n), at most 127; see `KeyIndex.whole_queries`.
+            units: factor of half of a product with these, (heads, m, 1).
+            spans: addresses of the indexed tokens.
             stop: index after the last selectable block; the first ones are always read.
             count: number of blocks to select.
-            first_head: index of the first of the heads.
-            centers: parts of the block scores that the index leaves out, (heads, m, blocks).
+            first_head: index of the first head.
+            centers: block scores of the key centers, not in the index, (heads, m, blocks).
         """
         chosen, beside = np.empty((len(whole), count), np.int64), _centers(whole, stop, centers)
         where = spans.sides, spans.starts, first_head, stop
@@ -126,7 +126,7 @@ class ChoiceLoops:
     def locate(
         self, spans: SpanTable, blocks: Addresses, recent: int, first_head: int = 0
     ) -> Located:
-        """Find the spilled blocks among those that `attend` reads."""
+        """Return places and checksums of the spilled blocks among those that `attend` reads."""
         shape = len(blocks), spans.read_blocks(blocks, recent)
         located = Located(first_head, np.empty(shape, np.int32), np.empty((*shape, 2), np.uint64))
         given = spans.sides, spans.starts, first_head, blocks, recent
@@ -144,18 +144,18 @@ class ChoiceLoops:
         spilled: Addresses | None = None,
         nbytes: int = FLOAT_BYTES,
     ) -> Floats:
-        """Attend to the first, the selected and the recent blocks: (heads, m, value_dim).
+        """Attend to the first, selected and recent blocks, giving (heads, m, value_dim).
 
         Args:
             queries: (heads, m, key_dim), scaled so that e^score is a weight.
             spans: spans of one dtype; the last one is the tail, with the new token.
-            blocks: sorted indices of the blocks that each head reads, (heads, n).
+            blocks: sorted indices of the selected blocks, (heads, n).
             recent: index of the first block with recent tokens.
             sinks: additional terms of the softmax.
-            first_head: index of the first of the heads.
+            first_head: index of the first head.
             spilled: addresses of the keys and values of spilled blocks, in the order of `locate`,
-                (heads, blocks, 2); the caller keeps them alive.
-            nbytes: bytes of a number of the keys and values, see `bytes_of`.
+                (heads, blocks, 2).
+            nbytes: bytes of an element of the keys and values; see `bytes_of`.
         """
         heads, m, _ = queries.shape
         if spilled is None:
@@ -179,19 +179,19 @@ class ChoiceLoops:
         first_head: int = 0,
         centers: Floats | None = None,
     ) -> tuple[Floats, Floats]:
-        """Attend to all unselected blocks by the index, which has values.
+        """Attend to all unselected blocks with the keys and values of the index.
 
         Args:
             x: queries from `KeyIndex.transform_query`, (heads, m, signs).
             squares: squared norm of each query, (heads, m).
             spans: see `choose`.
             stop: see `choose`.
-            blocks: sorted indices of the blocks to skip, (heads, n).
-            first_head: index of the first of the heads.
+            blocks: sorted indices of the selected blocks, which are skipped, (heads, n).
+            first_head: index of the first head.
             centers: see `choose`.
 
         Returns:
-            Logarithm of the sum of the weights, (heads, m), and the weighted mean of the values,
+            Logarithm of the sum of the weights, (heads, m), and weighted mean of the values, still
                 rotated as in the index, (heads, m, n).
         """
         heads, m, _ = x.shape
@@ -207,16 +207,16 @@ class ChoiceLoops:
 
 
 def _centers(x: Floats, stop: int, centers: Floats | None) -> Floats:
-    """Return the terms added to the scores of blocks."""
+    """Return `centers`, or zeros if None."""
     if centers is not None:
         return centers
     return np.zeros((*x.shape[:2], stop - FIRST_BLOCKS), np.float32)
 
 
 def bytes_of(sides: Sequence[mx.array]) -> int:
-    """Return the bytes of a number of keys and values, (..., dim); 0 if loops cannot read them.
+    """Return the bytes of an element of keys and values; 0 if the loops cannot read them.
 
-    They read float32, and float16 of whole vectors.
+    They read float32, and float16 if the head size is a multiple of `LANES`.
     """
     (dtype, *others) = {side.dtype for side in sides}
     if others or dtype not in (mx.float32, mx.float16):
@@ -229,11 +229,10 @@ _NOWHERE = np.zeros(2, np.int64)
 
 
 def side_addresses(array: npt.NDArray[Any] | None) -> Addresses:
-    """Return the address of an array's first token, and the bytes between heads.
+    """Return the address of an array's first token and the bytes between heads; zeros for None.
 
     Args:
-        array: (kv_heads, tokens, numbers) with contiguous tokens per head, or None; the caller
-            keeps it alive.
+        array: (kv_heads, tokens, dim), contiguous per head, which the caller must keep alive.
     """
     if array is None:
         return _NOWHERE
@@ -241,15 +240,15 @@ def side_addresses(array: npt.NDArray[Any] | None) -> Addresses:
 
 
 def segment_addresses(segment: Segment) -> Addresses:
-    """Return the addresses of each layer's keys and values, and of its index.
+    """Return the addresses of each layer's keys, values and index, (layers, 7, 2).
 
-    Addresses of keys, values, the parts of the index, and the places of spilled blocks, (layers, 7,
-    2), see `side_addresses`; zeros if missing, or not read by loops. Spilled sides have the
-    addresses of their checksums. Valid as long as the segment.
+    They are `side_addresses` of keys, values, four index arrays, and places of spilled blocks;
+    zeros if missing or not readable by the loops. Spilled keys and values have the addresses of
+    their checksums. The addresses are valid while the segment exists.
     """
     index = segment.index or (None,) * len(segment.layers)
     layers = [
-        [*map(_address, layer), *_index_addresses(coded), _place_address(layer[0])]
+        [*map(_address, layer), *index_addresses(coded), _place_address(layer[0])]
         for layer, coded in zip(segment.layers, index, strict=True)
     ]
     return np.array(layers, np.int64).reshape(-1, PLACES + 1, 2)
@@ -266,7 +265,8 @@ def _place_address(side: Side) -> Addresses:
     return side_addresses(np.asarray(side.parts[1])[0] if is_spilled(side) else None)
 
 
-def _index_addresses(coded: Coded | None) -> list[Addresses]:
+def index_addresses(coded: Coded | None) -> list[Addresses]:
+    """Return the addresses of the parts of an index, see `side_addresses`."""
     parts = [] if coded is None else [np.asarray(part)[0] for part in coded.parts]
     return [side_addresses(part) for part in (*parts, *[None] * (INDEX_PARTS - len(parts)))]
 
@@ -274,7 +274,7 @@ def _index_addresses(coded: Coded | None) -> list[Addresses]:
 def choice_loops(
     signs: int, key_dim: int, value_dim: int, *, with_values: bool = False
 ) -> ChoiceLoops | None:
-    """Return the loops for keys and values of a size; None without Numba."""
+    """Return the loops for keys and values of the given sizes; None without Numba."""
     if not has_numba():
         return None
     words = signs // 32

@@ -1,55 +1,67 @@
-"""Selective attention of rows by compiled loops."""
+"""Selective attention with compiled loops."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
-from penstock.attention import span_attention
 from penstock.attention.attention_memory import DeviceFacts
 from penstock.attention.attention_plan import DecodeRow
 from penstock.attention.ops import AttentionOps
 from penstock.attention.selection import rest_reads
-from penstock.attention.selection.choice_blocks import BLOCK_TOKENS, FIRST_BLOCKS
+from penstock.attention.selection.choice_blocks import ASKING, BLOCK_TOKENS, FIRST_BLOCKS
 from penstock.attention.selection.rest_reads import Rest, Sinks, squares_of
 from penstock.attention.selection.selected_reads import (
     Asked,
     ChoiceReader,
     ChunkAttention,
-    GroupReads,
+    ChunkQueries,
     StepMemory,
 )
 from penstock.attention.selection.selection import Selection, halves
 from penstock.attention.selection.spilled_reads import Located, held_for
-from penstock.attention.span_attention import LOG2_E, Partial
-from penstock.blas import one_thread
+from penstock.attention.span_attention import Partial
 from penstock.kv.codecs.coded import Coded
 from penstock.kv.codecs.spilled import Spilled
 from penstock.kv.columns import Side
 from penstock.kv.numpy_arrays import Floats, Integers
-from penstock.plugins.cpu import cpu_rows
+from penstock.plugins.cpu.attending_loops import PLACES
+from penstock.plugins.cpu.attention_tiles import FLOAT_BYTES
 from penstock.plugins.cpu.center_loops import center_loop
+from penstock.plugins.cpu.choice_jobs import choice_job
 from penstock.plugins.cpu.choice_loops import (
     ChoiceLoops,
     SpanTable,
     bytes_of,
+    index_addresses,
     segment_addresses,
     side_addresses,
 )
+from penstock.plugins.cpu.group_loops import (
+    GroupQueries,
+    GroupTask,
+    group_loops,
+    group_tasks,
+    held_spans,
+)
+
+BLOCK_NUMBERS = 4
+"""Numbers of a block, besides its scores, while blocks are chosen."""
 
 
 class LoopReader(ChoiceReader):
-    """Selects and reads blocks by compiled loops, if these read the KV as it lies.
+    """Selects and reads blocks with compiled loops where they can read the KV without decoding.
 
     Args:
-        selection: number of tokens to read.
-        ops: distributes the work over threads.
+        selection: settings of selective attention.
+        ops: operations that distribute work over threads.
         facts: properties of the device.
-        loops: loops for keys and values of this size.
+        loops: loops for the model's keys and values.
     """
 
     def __init__(
@@ -57,19 +69,32 @@ class LoopReader(ChoiceReader):
     ) -> None:
         super().__init__(selection, ops, facts)
         self.loops = loops
+        self.groups = group_loops(loops.key_dim, loops.value_dim, loops.signs)
 
     def prepare(self) -> None:
-        """See `ChoiceReader`; takes some seconds, and 200 MB for the compiler."""
+        """See `ChoiceReader`; takes some seconds and 200 MB for the compiler."""
         self.loops.compile()
+        if not self.selection.index.with_values:
+            choice_job(self.loops.key_dim)  # of layers with packed weights
+
+    def prepare_chunks(self) -> None:
+        """See `ChoiceReader`; takes some seconds, too."""
+        self.groups.compile()
 
     def score_bytes(self, heads: int, kv_heads: int) -> int:
-        """See `ChoiceReader`; loops keep the scores of blocks only."""
+        """See `ChoiceReader`; the compiled loops store one score per block only."""
         return 0
+
+    def chunk_score_bytes(self, heads: int, kv_heads: int) -> int:
+        """See `ChoiceReader`; each lane has the scores of the groups of one KV head."""
+        queries = len(ASKING) * -(-heads // kv_heads)
+        numbers = self.ops.lanes * (2 * queries + BLOCK_NUMBERS)
+        return -(-FLOAT_BYTES * numbers // BLOCK_TOKENS)
 
     def read(
         self, asked: Sequence[Asked], queries: mx.array, memory: StepMemory
     ) -> dict[int, mx.array]:
-        """See `ChoiceReader`; the loops wait for the queries."""
+        """See `ChoiceReader`; evaluates the queries first."""
         scaled = queries * asked[0].scale
         whole, units = self.selection.index.whole_queries(queries, asked[0].scale)
         mx.eval(scaled, whole, units, [query.tail for query in asked])
@@ -94,46 +119,64 @@ class LoopReader(ChoiceReader):
             )
         return outputs
 
-    def read_group(self, group: GroupReads, device: ChunkAttention, memory: StepMemory) -> mx.array:
-        """See `ChoiceReader`; the chunk's own tokens are a term of the softmax beside the loops."""
-        row, layer, kv_heads = group.row, group.layer, group.new[0].shape[1]
-        asked = Asked(row, 0, group.queries, group.scale, layer, group.new, group.sinks)
-        whole, units = self.selection.index.whole_queries(group.asking, group.scale)
-        asking = group.asking * group.scale
-        stacked = span_attention.grouped(group.queries, kv_heads).astype(mx.float32) * group.scale
-        mx.eval(whole, units, asking, stacked, group.new)
-        host = _HostQuery.of(asked, *map(np.asarray, (asking, whole, units)))
-        if not host.is_readable:
-            return super().read_group(group, device, memory)
-        spans, queries = _spans_before(row, layer, memory), np.asarray(stacked)
-        parts = halves(kv_heads)
-
-        def choose(heads: slice) -> _ChosenBlocks:
-            query = _IndexQuery.of(self.selection, host, spans, heads)
-            new = [side[heads].astype(np.float32, copy=False) for side in host.tail]
-            own = _own_tokens(queries[heads], new, group.queries.shape[2])
-            sinks = None if host.sinks is None else host.sinks[heads]
-            if sinks is not None:
-                sinks = np.repeat(sinks, queries.shape[1] // sinks.shape[1], axis=1)
-            return _ChosenBlocks(query, self._choose(query), own.sinks(sinks))
-
-        with one_thread():  # or both threads would wait for those of BLAS
-            choices = self.ops.divide(choose, parts)
-        located = [choice.located(self.loops) for choice in choices] if spans.is_spilled else []
-        with held_for([row], located, layer) if located else nullcontext([None] * 2) as there:
-            pairs = list(zip(choices, parts, there, strict=False))
-            read = self.ops.divide(
-                lambda pair: pair[0].read(self.loops, pair[2], queries[pair[1]]), pairs
-            )
-        mixed = mx.array(np.concatenate(read))
-        return span_attention.ungrouped(mixed, 1, group.queries.shape[1]).astype(
-            group.queries.dtype
+    def read_chunk(
+        self, chunk: ChunkQueries, device: ChunkAttention, memory: StepMemory
+    ) -> mx.array:
+        """See `ChoiceReader`; by loops over groups, some of one KV head at a time."""
+        if not _are_readable(chunk.new, _sides_of(chunk.row, chunk.layer)):
+            return super().read_chunk(chunk, device, memory)
+        queries, held = _on_host(self.selection, chunk)
+        spans = held_spans(
+            _spans_before(chunk.row, chunk.layer, memory),
+            chunk.row.position + chunk.new[0].shape[2],
+            [*map(side_addresses, held), *index_addresses(chunk.index)],
         )
+        centers = self.selection.index.centers.get(chunk.layer)
+        left_out = None if centers is None else (centers.rotation, centers.vectors)
+        count = self.selection.blocks(chunk.row_of(chunk.groups[-1]).position)
+        n, heads, _ = queries.queries.shape
+        mixed = np.empty((n, heads, self.groups.value_dim), np.float32)
+        chosen = np.empty((len(held[0]), len(chunk.groups), count), np.int64)
+
+        def choose(task: GroupTask) -> None:
+            chosen[task] = self.groups.choose(queries, spans, *task, count, left_out)
+
+        def read(task: GroupTask) -> None:
+            choose(task)
+            self.groups.attend(queries, spans, *task, chosen[task], mixed)
+
+        divided = group_tasks(*chosen.shape[:2], self.ops.lanes)
+        self.ops.divide(choose if spans.is_spilled else read, divided)
+        if spans.is_spilled:
+            self._read_spilled(chunk, queries, spans, chosen, mixed)
+        by_head = mx.array(mixed)[None].transpose(0, 2, 1, 3)
+        return by_head if chunk.queries.dtype == mx.float32 else by_head.astype(chunk.queries.dtype)
+
+    def _read_spilled(
+        self,
+        chunk: ChunkQueries,
+        queries: GroupQueries,
+        spans: SpanTable,
+        chosen: Integers,
+        mixed: Floats,
+    ) -> None:
+        """Attend to blocks that groups have chosen, a group after the other."""
+        for number, (_, end) in enumerate(chunk.groups):
+            blocks, group = np.ascontiguousarray(chosen[:, number]), slice(number, number + 1)
+            seen = SpanTable(np.append(spans.starts[:-1], queries.first + end), spans.sides)
+            located = self.loops.locate(seen, blocks, int(queries.stops[number]))
+            with held_for([chunk.row], [located], chunk.layer) as (there,):
+
+                def read(head: int, group: slice = group, there: Integers = there) -> None:
+                    where = chosen[head, group], mixed, there[head : head + 1]
+                    self.groups.attend(queries, spans, head, group, *where)
+
+                self.ops.divide(read, range(len(chosen)))
 
     def _read(
         self, asked: Sequence[_HostQuery], memory: StepMemory
     ) -> Iterable[tuple[_HostQuery, Floats]]:
-        """Read rows, one per lane, or half of the heads of a single row."""
+        """Read rows in parallel, a single row by halves of its heads."""
         if not asked:
             return ()
         spans = [_table(one, memory) for one in asked]
@@ -162,7 +205,7 @@ class LoopReader(ChoiceReader):
         return zip(asked, read, strict=True)
 
     def _partial(self, asked: _HostQuery, blocks: Integers, memory: StepMemory) -> Partial | None:
-        """Read the unselected tokens of a row, if the index has values."""
+        """Attend to the unselected tokens of a row; None if the index has no values."""
         if not self.selection.index.with_values:
             return None
 
@@ -177,13 +220,13 @@ class LoopReader(ChoiceReader):
         return _IndexQuery.of(self.selection, asked, _table(asked, memory), heads)
 
     def _choose(self, query: _IndexQuery) -> Integers:
-        """Select blocks for some KV heads, (kv_heads, blocks)."""
+        """Select blocks for the query's KV heads, (kv_heads, blocks)."""
         count = self.selection.blocks(query.asked.asked.row.position)
         where = query.spans, query.stop, count
         return self.loops.choose(query.whole, query.units, *where, query.heads.start, query.centers)
 
     def _rest_of(self, query: _IndexQuery, blocks: Integers) -> Rest | None:
-        """Read the unselected tokens of some KV heads, if the index has values."""
+        """Attend to the unselected tokens of some KV heads; None if the index has no values."""
         index = self.selection.index
         if not index.with_values:
             return None
@@ -196,17 +239,17 @@ class LoopReader(ChoiceReader):
 
 @dataclass(frozen=True, slots=True)
 class _HostQuery:
-    """A row with selective attention in one layer, with its arrays on the host."""
+    """Query of a row in one layer, with its arrays as NumPy views."""
 
     asked: Asked
     queries: Floats
-    """Array (kv_heads, m, dim), scaled so that e^score is a weight."""
+    """Queries (kv_heads, m, dim), scaled so that e^score is a weight."""
     whole: Floats
-    """Whole numbers of `KeyIndex.whole_queries`, (kv_heads, m, n)."""
+    """Queries as integers from `KeyIndex.whole_queries`, (kv_heads, m, n)."""
     units: Floats
-    """Units of products with these, (kv_heads, m, 1)."""
+    """Factors of products with these, (kv_heads, m, 1)."""
     tail: Sequence[Floats]
-    """Keys and values of the tail, (kv_heads, tokens, dim) each; empty if loops cannot read it."""
+    """Keys and values of the tail, (kv_heads, tokens, dim); empty if loops cannot read them."""
     sinks: Floats | None
     """Attention sinks in base e, (kv_heads, m)."""
 
@@ -221,13 +264,11 @@ class _HostQuery:
     @property
     def is_readable(self) -> bool:
         """Whether compiled loops can read it: all of its KV is as in the tail, without a codec."""
-        layer = self.asked.layer
-        sides = (side for part in self.asked.row.parts for side in part.segment.layers[layer])
-        return bool(self.tail) and {self.asked.tail[0].dtype}.issuperset(map(_dtype_of, sides))
+        return _are_readable(self.asked.tail, _sides_of(self.asked.row, self.asked.layer))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a number of its KV."""
+        """Bytes of an element of its KV."""
         return self.tail[0].itemsize
 
     def all_sinks(self, rest: Rest | None, heads: slice = slice(None)) -> Sinks | None:
@@ -238,15 +279,24 @@ class _HostQuery:
         return None if sinks is None else Sinks(sinks)
 
 
+def _sides_of(row: DecodeRow, layer: int) -> Iterator[Side]:
+    return (side for part in row.parts for side in part.segment.layers[layer])
+
+
+def _are_readable(new: tuple[mx.array, mx.array], sides: Iterable[Side]) -> bool:
+    """Return whether loops can read new tokens, and all others are as they are."""
+    return bytes_of(new) > 0 and {new[0].dtype}.issuperset(map(_dtype_of, sides))
+
+
 def _dtype_of(side: Side) -> mx.Dtype | None:
-    """Return the dtype of a side, also a spilled one; None behind a codec."""
+    """Return the dtype of a side, which may be spilled; None if it is compressed."""
     if isinstance(side, Coded):
         return side.codec.dtype if isinstance(side.codec, Spilled) else None
     return side.dtype if isinstance(side, mx.array) else None
 
 
 def _table(query: _HostQuery, memory: StepMemory) -> SpanTable:
-    """Return the locations of one layer of a row, its tail last."""
+    """Return the addresses of one layer of a row, including its tail as the last span."""
     asked, row = query.asked, query.asked.row
     if asked.number not in memory.spans:
         ends = [*(part.start for part in row.parts), row.position - row.tail, row.position + 1]
@@ -264,6 +314,8 @@ def _table(query: _HostQuery, memory: StepMemory) -> SpanTable:
 
 def _spans_before(row: DecodeRow, layer: int, memory: StepMemory) -> SpanTable:
     """Return the locations of one layer of a row's parts."""
+    if not row.parts:
+        return SpanTable(np.zeros(1, np.int64), np.zeros((0, PLACES + 1, 2), np.int64))
     if 0 not in memory.spans:
         ends = [*(part.start for part in row.parts), row.position - row.tail]
         sides = [part.segment.derived(segment_addresses) for part in row.parts]
@@ -272,34 +324,43 @@ def _spans_before(row: DecodeRow, layer: int, memory: StepMemory) -> SpanTable:
     return SpanTable(starts, layers[layer])
 
 
-def _own_tokens(queries: Floats, new: Sequence[Floats], n: int) -> Rest:
-    """Attend to the tokens of a chunk itself, of which the last `n` are the queries'.
-
-    Args:
-        queries: (kv_heads, r*n, dim), scaled so that e^score is a weight.
-        new: keys and values, (kv_heads, tokens, dim) each.
-    """
-    keys, values = new
-    tokens = keys.shape[1]
-    seen = np.arange(tokens) <= np.arange(tokens - n, tokens)[:, None]
-    masks = np.tile(seen, (queries.shape[1] // n, 1))
-    own = cpu_rows.sums(queries * np.float32(LOG2_E), [(keys, values)], masks)
-    sums = (own.top + np.log2(own.total)) / np.float32(LOG2_E)
-    return Rest(sums[..., 0], own.mixed / own.total)
+def _on_host(
+    selection: Selection, chunk: ChunkQueries
+) -> tuple[GroupQueries, Sequence[npt.NDArray[Any]]]:
+    """Return a chunk's queries, and its keys and values, (kv_heads, tokens, dim) each."""
+    whole, units = selection.index.whole_queries(chunk.asking, chunk.scale)
+    asking = chunk.asking * chunk.scale
+    by_row = (chunk.queries.squeeze(0).astype(mx.float32) * chunk.scale).swapaxes(0, 1)
+    sinks = None if chunk.sinks is None else chunk.sinks.astype(mx.float32)
+    mx.eval(whole, units, asking, by_row, chunk.new, sinks)
+    stops = [selection.recent_start(chunk.row_of(group).position) for group in chunk.groups]
+    held = [np.asarray(side)[0] for side in chunk.new]
+    queries = GroupQueries(
+        np.ascontiguousarray(by_row),
+        chunk.position,
+        np.array(chunk.groups, np.int64),
+        np.ascontiguousarray(asking),
+        np.ascontiguousarray(whole),
+        np.asarray(units) * np.float32(0.5),
+        np.array(stops, np.int64) // BLOCK_TOKENS,
+        None if sinks is None else np.asarray(sinks),
+        held[0].itemsize,
+    )
+    return queries, held
 
 
 @dataclass(frozen=True, slots=True)
 class _IndexQuery:
-    """Queries of some KV heads of a row, ready to score the key index."""
+    """Queries of some KV heads of a row, for scoring the key index."""
 
     asked: _HostQuery
     heads: slice
     spans: SpanTable
-    """Locations of the row's tokens."""
+    """Addresses of the row's tokens."""
     stop: int
     """Index of the first block with recent tokens."""
     centers: Floats | None
-    """Parts of the block scores that the index leaves out, (heads, m, blocks)."""
+    """Block scores of the key centers, which are not in the index, (heads, m, blocks)."""
 
     @classmethod
     def of(
@@ -321,28 +382,21 @@ class _IndexQuery:
 
 @dataclass(frozen=True, slots=True)
 class _ChosenBlocks:
-    """Blocks selected by some KV heads of a row."""
+    """Blocks selected for some KV heads of a row."""
 
     query: _IndexQuery
     blocks: Integers
-    """Array (kv_heads, blocks)."""
+    """Sorted indices, (kv_heads, blocks)."""
     sinks: Sinks | None
 
     def located(self, loops: ChoiceLoops) -> Located:
-        """Find the spilled blocks among those it reads."""
+        """Return places and checksums of the spilled blocks to read."""
         query = self.query
         return loops.locate(query.spans, self.blocks, query.stop, query.heads.start)
 
-    def read(
-        self, loops: ChoiceLoops, spilled: Integers | None = None, queries: Floats | None = None
-    ) -> Floats:
-        """Attend, (kv_heads, m, value_dim); see `ChoiceLoops.attend`.
-
-        Args:
-            queries: queries that share the choice; by default those that it was made for.
-        """
+    def read(self, loops: ChoiceLoops, spilled: Integers | None = None) -> Floats:
+        """Attend, (kv_heads, m, value_dim); see `ChoiceLoops.attend`."""
         query = self.query
-        if queries is None:
-            queries = query.asked.queries[query.heads]
+        queries = query.asked.queries[query.heads]
         where = query.spans, self.blocks, query.stop, self.sinks
         return loops.attend(queries, *where, query.heads.start, spilled, query.asked.nbytes)

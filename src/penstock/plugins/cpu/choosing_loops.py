@@ -1,4 +1,4 @@
-"""Compiled selection of blocks by the key index; see `choice_loops`."""
+"""Compiled selection of blocks with the key index; see `choice_loops`."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def _pack_loop(words: int) -> Any:
 
 @cache
 def _best_loop(words: int) -> Any:
-    """Compile the scores over an index with `words` words per token, for one head.
+    """Compile the scoring of one head's blocks with an index of `words` words per token.
 
-    A sum of whole numbers times a float16 is exact in float32; see `KeyIndex.products`.
+    A product of an integer sum and a float16 is exact in float32; see `KeyIndex.products`.
     """
     from numba import carray, njit
 
@@ -60,7 +60,7 @@ def _best_loop(words: int) -> Any:
             column = start - starts[at]
             codes = sides[at, 2, 0] + head * sides[at, 2, 1] + 4 * words * column
             sizes = sides[at, 3, 0] + head * sides[at, 3, 1] + 2 * column
-            if starts[at + 1] < start + block:  # in several spans: joined
+            if starts[at + 1] < start + block:  # in several spans: copied together
                 span, done = at, 0
                 while done < block:
                     column = start + done - starts[span]
@@ -88,7 +88,7 @@ def _best_loop(words: int) -> Any:
 
 @cache
 def _select_loop() -> Any:
-    """Compile the selection of the smallest of non-negative numbers."""
+    """Compile the selection of the indices of the smallest of non-negative numbers."""
     from numba import int32, njit
 
     @njit(nogil=True)
@@ -100,7 +100,7 @@ def _select_loop() -> Any:
 
     @njit(nogil=True)
     def select(numbers, first, chosen):  # type: ignore[no-untyped-def]
-        bits = numbers.view(np.int32)  # in the order of the numbers
+        bits = numbers.view(np.int32)  # ordered like the numbers
         border = int32(0)
         for bit in range(30, -1, -1):
             higher = border | (int32(1) << int32(bit))
@@ -118,7 +118,7 @@ def _select_loop() -> Any:
 
 @cache
 def choose_loop(words: int) -> Any:
-    """Compile the selection of blocks by an index with `words` words per token."""
+    """Compile the selection of blocks with an index of `words` words per token."""
     from numba import float32, njit
 
     pack, best, exp, select = _pack_loop(words), _best_loop(words), exp_loop(), _select_loop()

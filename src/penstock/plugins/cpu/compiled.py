@@ -1,6 +1,6 @@
-"""Common parts of the loops that Numba compiles for the CPU.
+"""Functions shared by the loops that Numba compiles for the CPU.
 
-Numba is part of the extra `cpu`. Without it, the choice of tokens is made by MLX's operations.
+Numba is part of the extra `cpu`. Without it, MLX's operations select the tokens to read.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import numpy as np
 
 logger = logging.getLogger(__name__)
 SUMS = {"reassoc", "contract"}
-"""Fast-math flags: sums in any order, and fused multiply-add."""
+"""Fast-math flags that allow any order of sums, and fused multiply-add."""
 FOUR = 4
-"""Number of queries that a loop processes together; fixed, because its body is unrolled."""
+"""Number of queries that a loop processes together; its body is unrolled for it."""
 
 
 @cache
 def has_numba() -> bool:
-    """Return whether Numba can be imported; if not, log the reason."""
+    """Return whether Numba can be imported; log the reason if not."""
     try:
         import numba  # noqa: F401
-    except ImportError as error:  # it is not there, or does not go with this NumPy
+    except ImportError as error:  # not installed, or incompatible with this NumPy
         logger.info("selective attention uses MLX's operations, not compiled loops: %s", error)
         return False
     return True
@@ -32,7 +32,7 @@ def has_numba() -> bool:
 
 @cache
 def pointer() -> Any:
-    """Return a function for compiled loops that converts an integer to a pointer."""
+    """Return a Numba intrinsic that converts an integer to a pointer."""
     from numba import types
     from numba.core import cgutils
     from numba.extending import intrinsic
@@ -49,7 +49,7 @@ def pointer() -> Any:
 
 @cache
 def half_bits_loop() -> Any:
-    """Compile the conversion of float16 bits to float32 position: 2^112 times too small."""
+    """Compile a shift of float16 bits to their places in float32, giving values 2^-112 as large."""
     from numba import int32, njit
 
     @njit(nogil=True)
@@ -62,10 +62,10 @@ def half_bits_loop() -> Any:
 
 @cache
 def exp_loop() -> Any:
-    """Compile `exp(x - max)` in place, returning the sum.
+    """Compile the computation of `exp(x - top)` in place, returning the sum.
 
-    Vectorizable: a power of two from the exponent bits, times a Taylor polynomial up to x^6 for the
-    remainder of at most half a bit.
+    It can be vectorized: a power of two, by the exponent bits, times a Taylor polynomial of degree
+    6 for the remainder.
     """
     from numba import float32, int32, njit
 

@@ -1,12 +1,12 @@
-"""Machine code of compiled functions in the user's cache folder, for the next start.
+"""Cache of machine code of compiled functions in the user's cache folder.
 
 Compiling a decoder layer takes some seconds, loading its machine code a few milliseconds. Numba's
-own cache does not hold functions with instructions of their own, as `tile_products` has. A file
-belongs to these sources, versions and this processor. One that is damaged is a miss, as is one in a
-folder to which other users can write.
+own cache does not support functions with generated LLVM IR, as in `tile_products`. Keys include the
+plug-in's sources, versions and the processor. Damaged files are ignored, as are files in a folder
+to which other users can write.
 
-Machine code is loaded by llvmlite alone: Numba takes 130 MB of memory. Of llvmlite, 50 MB are code
-of its own, which is let go behind each function.
+Machine code is loaded with llvmlite only, because Numba takes 130 MB of memory. 50 MB of llvmlite
+are its own code, whose pages are released after each function.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from penstock.user_cache import is_private, user_cache, write_private
 logger = logging.getLogger(__name__)
 
 MOST_FILE_BYTES = 4 << 20
-"""Maximum size of a file that is written, or read."""
+"""Maximum size of a cached file."""
 DIGEST_BYTES = 32
 
 FAILURES = frozenset(
@@ -45,8 +45,8 @@ FAILURES = frozenset(
         "NRT_MemInfo_call_dtor",
     }
 )
-"""Functions of Numba that are called after an error, or to free an array. Without Numba they end
-the process; functions that allocate have others, and need it."""
+"""Numba functions that compiled code calls after an error or to free an array.
+Without Numba they are replaced by `abort`; code that allocates calls others, and needs Numba."""
 
 _KEPT: list[Any] = []
 """Functions and engines whose addresses are in use."""
@@ -56,9 +56,9 @@ def function_address(name: str, compiled: Callable[[], Any]) -> int:
     """Return the address of a compiled function.
 
     Args:
-        name: name of the function with all that its code depends on, besides the plug-in's sources.
-        compiled: imports Numba and compiles the function, as an object of `numba.cfunc` without
-            addresses of this process. Called only if no machine code was kept.
+        name: name of the function, including all parameters that its code depends on.
+        compiled: imports Numba and compiles the function with `numba.cfunc`, without addresses of
+            this process. Called only if the function is not cached.
     """
     key = _key(name)
     address = None if key is None else _read(key)
@@ -73,16 +73,16 @@ def function_address(name: str, compiled: Callable[[], Any]) -> int:
 
 
 def _key(name: str) -> bytes | None:
-    """Return the hash that names a function's file; None if the versions are unknown."""
+    """Return the hash that names a function's file; None if a version is unknown."""
     try:
         return sha256(f"{name}\n{_identity()}".encode()).digest()
-    except Exception as error:  # noqa: BLE001 - such as no metadata of a package
-        logger.debug("keep no machine code: %s: %s", type(error).__name__, error)
+    except Exception as error:  # noqa: BLE001 - such as a package without metadata
+        logger.debug("not caching compiled code: %s: %s", type(error).__name__, error)
         return None
 
 
 def _read(key: bytes) -> int | None:
-    """Return the address of a function whose code was kept; None without a valid file."""
+    """Load a cached function and return its address; None without a valid file."""
     try:
         file = _file(key)
         if not is_private(file.parent):
@@ -90,20 +90,20 @@ def _read(key: bytes) -> int | None:
         with open_regular(file, MOST_FILE_BYTES) as stream:
             checksum, content = stream.read(DIGEST_BYTES), stream.read()
         if sha256(key + content).digest() != checksum:
-            raise ValueError("its checksum is wrong")
+            raise ValueError("wrong checksum")
         symbol, needed, code = content.split(b"\n", 2)
         return _load(symbol.decode(), needed.decode().split(), code)
     except FileNotFoundError:
         return None
-    except Exception as error:  # noqa: BLE001 - parts of Numba that may change: compile again
-        logger.debug("cannot use kept machine code: %s: %s", type(error).__name__, error)
+    except Exception as error:  # noqa: BLE001 - internals of Numba may change: compile again
+        logger.debug("recompiling; cannot load cached code: %s: %s", type(error).__name__, error)
         return None
 
 
 def _load(symbol: str, needed: list[str], code: bytes) -> int:
-    """Return the address of a function of an object file that needs these symbols.
+    """Load an object file, which needs the given symbols; return the address of `symbol`.
 
-    LLVM ends the process if one is unknown.
+    LLVM ends the process if a needed symbol is undefined.
     """
     import llvmlite.binding as llvm
 
@@ -123,13 +123,13 @@ def _load(symbol: str, needed: list[str], code: bytes) -> int:
     engine.finalize_object()
     address = int(engine.get_function_address(symbol))
     if not address:
-        raise ValueError("it does not have the function")
+        raise ValueError("the function is missing")
     _KEPT.append(engine)
     return address
 
 
 def library_function(name: str) -> int:
-    """Return the address of a function of the C library."""
+    """Return the address of a function of the C library; 0 if it has none."""
     return ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value or 0
 
 
@@ -143,35 +143,35 @@ def _define_symbols_of_numba() -> None:
 
 
 def _write(key: bytes, function: Any) -> None:
-    """Write a file that only its owner can read; without a private folder, do nothing."""
+    """Cache a function in a file that only its owner can read, if the folder is private."""
     try:
         _, _, (code, _) = function._library.serialize_using_object_code()
         needed = " ".join(_declarations(function._library._final_module))
         content = f"{function._wrapper_name}\n{needed}\n".encode() + code
         if DIGEST_BYTES + len(content) > MOST_FILE_BYTES:
             raise ValueError(f"more than {MOST_FILE_BYTES:,} bytes")
-    except Exception as error:  # noqa: BLE001 - parts of Numba that may change
-        logger.debug("cannot keep machine code: %s: %s", type(error).__name__, error)
+    except Exception as error:  # noqa: BLE001 - internals of Numba may change
+        logger.debug("not caching compiled code: %s: %s", type(error).__name__, error)
         return
     with suppress(RuntimeError):  # no home folder
         write_private(_file(key), sha256(key + content).digest() + content)
 
 
 def _declarations(module: Any) -> list[str]:
-    """Return the names that a module of LLVM uses and does not define."""
+    """Return the names that an LLVM module uses and does not define."""
     values = [*module.functions, *module.global_variables]
     names = {value.name for value in values if value.is_declaration}
     return sorted(name for name in names if not name.startswith("llvm."))
 
 
 def _file(key: bytes) -> Path:
-    """Return the path of a file. Raises RuntimeError without a home folder."""
+    """Return the path of a cached function. Raises RuntimeError without a home folder."""
     return user_cache() / "loops" / key.hex()
 
 
 @cache
 def _identity() -> str:
-    """Return the identity of the plug-in's sources, Python, the compilers, and the processor."""
+    """Return what all compiled code depends on: sources, versions, processor and settings."""
     import llvmlite.binding as llvm
 
     sources = sha256()

@@ -1,10 +1,10 @@
-"""Compiled loops on two threads that meet within microseconds.
+"""Compiled loops on two threads that synchronize within microseconds.
 
 A job is a compiled function of a thread's number and the address of a table of 64-bit integers.
-The second thread looks for the next job for about a millisecond, and yields its processor while it
-does; then it sleeps in a read of a pipe, to which the first one writes with the next job. A job
-begins, wakes the second thread and ends in one call of compiled code, so that no signal handler of
-Python leaves it half done. A closed pipe ends the second thread.
+The second thread polls for the next job for about a millisecond, yielding its processor, and then
+blocks reading a pipe, to which the first thread writes with the next job. One call of compiled code
+starts a job, wakes the second thread and waits for it, so that no Python signal handler can
+interrupt it. Closing the pipe ends the second thread.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 TICKET, DONE, HOT, FUNCTION, TABLE = 0, 8, 16, 24, 32
-"""Places on a board: the number of the last job, of the last one that the second thread ended,
-whether it looks for jobs, and the job itself. Those that change are a cache line apart."""
+"""Indices on a board: number of the last job, number of the last job that the second thread
+finished, whether it polls, and the job itself. Variable ones are a cache line apart."""
 BOARD_YIELD, READ, READ_END, WRITE, WRITE_END, BYTE = 33, 34, 35, 36, 37, 38
-"""Places on a board that do not change, but for `BYTE`, a byte from the pipe: addresses of the C
-library's functions, and the ends of the pipe."""
+"""Indices on a board of the addresses of C library functions, the ends of the pipe, and a buffer
+for a byte from the pipe."""
 BOARD_WORDS = 40
 THREADS, BARRIER, YIELD = 0, 1, 2
-"""First entries of a job's table: number of threads, how often one of them has waited, and the
-address of a function that lets another thread run."""
+"""First entries of a job's table: number of threads, number of arrivals at barriers, and the
+address of `sched_yield`."""
 SPINS_BEFORE_YIELD = 200
 SPINS_BEFORE_SLEEP = 20_000
 
 
 @cache
 def call(arguments: int) -> Any:
-    """Return a function for compiled loops: call an address with so many 64-bit integers.
+    """Return a Numba intrinsic that calls an address with `arguments` 64-bit integers.
 
     It returns a 64-bit integer, which is undefined for functions that return nothing.
     """
@@ -67,7 +67,7 @@ def call(arguments: int) -> Any:
 
 @cache
 def _atomics() -> tuple[Any, Any, Any]:
-    """Return functions for compiled loops on the integer at an address: add, load, and pause."""
+    """Return Numba intrinsics for atomic `add` and `load` at an address, and `pause`."""
     from llvmlite import ir
     from numba import types
     from numba.core import cgutils
@@ -108,9 +108,10 @@ def _atomics() -> tuple[Any, Any, Any]:
 
 @cache
 def barrier() -> Any:
-    """Return a function for compiled loops that waits until all threads of a job have come.
+    """Compile a barrier, which waits until all threads of a job have reached it.
 
-    It takes the table's address and how often the thread has waited before; returns one more.
+    It takes the table's address, the number of threads, and the number of barriers that the thread
+    has passed; it returns this number plus 1.
     """
     from numba import njit
 
@@ -136,9 +137,9 @@ def barrier() -> Any:
 
 @cache
 def board_loops() -> tuple[Any, Any, Any]:
-    """Compile the second thread's loop, a job of both threads, and one of a single thread.
+    """Compile the second thread's loop, and runs of a job on both threads and on one.
 
-    Raises ImportError if Numba is needed for it, and cannot be imported.
+    Raises ImportError if Numba is needed and cannot be imported.
     """
 
     def loop(name: str, arguments: int) -> Any:
@@ -156,7 +157,7 @@ def _compile_board_loop(name: str, arguments: int) -> Any:
 
 @cache
 def _board_functions() -> dict[str, Any]:
-    """Return the functions of `board_loops`, to be compiled."""
+    """Return the uncompiled functions of `board_loops`, by name."""
     add, load, pause = _atomics()
     run, call_yield, call_file = call(2), call(1), call(3)
     ticket, done, hot, function, table = (8 * x for x in (TICKET, DONE, HOT, FUNCTION, TABLE))
@@ -180,7 +181,7 @@ def _board_functions() -> dict[str, Any]:
                     call_yield(load(board + yield_place), (0,))
             else:
                 add(board + hot, -1)
-                if load(board + ticket) == load(board + done):  # else a job came meanwhile
+                if load(board + ticket) == load(board + done):  # no job was added meanwhile
                     sleep = load(board + read)
                     if call_file(sleep, (load(board + read_end), board + byte, 1)) == 0:
                         return 0
@@ -211,7 +212,7 @@ def _board_functions() -> dict[str, Any]:
 
 
 class Team:
-    """The calling thread and a second one, if there are two processors."""
+    """The calling thread and, if there are two processors, a second one, which run jobs."""
 
     def __init__(self) -> None:
         self.threads = min(2, cores())
@@ -221,7 +222,7 @@ class Team:
         self._space: Floats = np.empty(0, np.float32)
         if self.threads > 1:
             self._read_end, write_end = os.pipe()
-            os.set_blocking(write_end, False)  # a full pipe wakes as well
+            os.set_blocking(write_end, False)  # if the pipe is full, the thread will wake anyway
             self._close = weakref.finalize(self, os.close, write_end)
             self._close.atexit = False
             for name, entry in (("sched_yield", BOARD_YIELD), ("read", READ), ("write", WRITE)):
@@ -233,13 +234,13 @@ class Team:
             _teams.add(self)
 
     def space(self, floats: int) -> Floats:
-        """Return working memory of at least so many numbers, for one job at a time."""
+        """Return reusable working memory of at least `floats` float32, for one job at a time."""
         if len(self._space) < floats:
             self._space = np.empty(floats, np.float32)
         return self._space
 
     def prepare(self, tables: Integers) -> None:
-        """Set the first entries, up to `YIELD`, of tables (..., n)."""
+        """Set the entries up to `YIELD` of tables (..., n)."""
         tables[..., THREADS], tables[..., BARRIER] = self.threads, 0
         tables[..., YIELD] = self._board[BOARD_YIELD]
 
@@ -247,8 +248,8 @@ class Team:
         """Run a job on all threads.
 
         Args:
-            function: address of a function of a thread's number and a table's address.
-            table: (n,), whose first entries, up to `YIELD`, are set here.
+            function: address of the job.
+            table: its table, (n,), whose entries up to `YIELD` are set here.
         """
         self.prepare(table)
         entries = table.ctypes.data
@@ -258,7 +259,7 @@ class Team:
             self._together(self._address, function, entries)
 
     def go_on_alone(self) -> None:
-        """Run further jobs on one thread; the second one is not in this process."""
+        """Run further jobs on one thread, after a fork that did not copy the second one."""
         self.threads = 1
         self._close()
         os.close(self._read_end)
@@ -276,18 +277,18 @@ class _OfThread(threading.local):
 
 _of_thread = _OfThread()
 _teams: weakref.WeakSet[Team] = weakref.WeakSet()
-"""Teams of two threads."""
+"""All teams of two threads in this process."""
 
 
 def team() -> Team:
-    """Return the team of the calling thread."""
+    """Return the team of the calling thread, created on first use."""
     if _of_thread.team is None:
         _of_thread.team = Team()
     return _of_thread.team
 
 
 def _leave_teams_of_parent() -> None:
-    """Close the teams of a forked process: their second threads are in its parent alone."""
+    """Close the teams copied by a fork, whose second threads exist only in the parent process."""
     for parents_team in list(_teams):
         parents_team.go_on_alone()
     _teams.clear()
@@ -299,7 +300,7 @@ os.register_at_fork(after_in_child=_leave_teams_of_parent)
 
 @cache
 def array_at() -> Any:
-    """Return a function for compiled loops: the float32 array (rows, columns) at an address."""
+    """Compile access to the float32 array (rows, columns) at an address."""
     from numba import carray, njit
 
     address_of = pointer()
@@ -313,7 +314,7 @@ def array_at() -> Any:
 
 @cache
 def table_at() -> Any:
-    """Return a function for compiled loops: the 64-bit integers (count,) at an address."""
+    """Compile access to the array of 64-bit integers (count,) at an address."""
     from numba import carray, njit
 
     address_of = pointer()

@@ -1,4 +1,4 @@
-"""The back end of a CPU: two lanes, BLAS, and quicker ways than MLX's own for some products."""
+"""Attention back end for CPUs: two lanes, BLAS, and replacements of MLX's slow kernels."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ from penstock.plugins.cpu.index_codes import index_codes
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
 LANES_FROM = 2**16
-"""Minimum scores from which dividing them between two streams pays."""
+"""Minimum number of scores for which two streams are faster than one."""
 CODED_LANES_FROM = 2**12
-"""Minimum scores for two streams if most columns are coded: MLX uses one core for codes."""
+"""The same if most columns are compressed, for which MLX uses one core."""
 CODED_LANES_ROWS = 4
-"""Maximum rows whose codes MLX multiplies; for more, codes are converted to floats for BLAS."""
+"""Maximum number of rows for which MLX multiplies codes; for more, they are converted for BLAS."""
 MANY_KEYS = 256
-"""Minimum number of keys from which a few queries are faster as the right factor."""
+"""Minimum number of keys for which a few queries are faster as the right factor."""
 UNPACKED_RESULTS = 1200
-"""Maximum results for which OpenBLAS avoids copies, if it has such kernels."""
+"""Maximum number of results for which OpenBLAS avoids copies, if it has such kernels."""
 PIECES = (256, 192, 128, 96, 64, 48, 32)
 CHUNK_FACTOR = 4
-"""Ratio of scores computed at a time in a chunk to those in a decode step: 8 MiB in float32."""
+"""Scores computed at once in a chunk, relative to a decode step: 8 MiB in float32."""
 CHUNK_BUFFERS = 2
-"""Number of float32 arrays alive at once while a chunk's scores are masked."""
+"""Number of float32 arrays in memory at once while a chunk's scores are masked."""
 HALF_CHUNK_BUFFERS = 3
-"""Number of float32 arrays alive at once if products and weights are in half precision."""
+"""Number of float32 arrays in memory at once if products and weights are in half precision."""
 WEIGHTS_LANES_FROM = 2**20
-"""Minimum weights from which two streams that both call multi-threaded BLAS pay."""
+"""Minimum number of weights for which two streams are faster, each with multi-threaded BLAS."""
 ONE_THREAD_LANES_FROM = 2**18
-"""Minimum weights from which two streams pay if BLAS uses one thread."""
+"""Minimum number of weights for which two streams are faster if BLAS uses one thread."""
 WIDE_ROW = 8
-"""Minimum new tokens from which lanes process a single row faster than multi-threaded BLAS."""
+"""Minimum number of new tokens for which lanes are faster than multi-threaded BLAS for one row."""
 LONG_ROW = 4_096
-"""Minimum context length from which lanes process a single row faster."""
+"""Minimum context length for which lanes are faster than multi-threaded BLAS for one row."""
 INTEGERS = {2: (mx.int16, mx.uint16), 4: (mx.int32, mx.uint32)}
 """Signed and unsigned integer types, by number of bytes."""
 
@@ -71,7 +71,7 @@ _ROUND = 1.5 * 2**23  # adding it leaves the nearest integer in the low bits of 
 def _piece(rows: int, m: int, n: int) -> int:
     """Return the number of rows of an (m, n) weight matrix multiplied at a time; 0 for all.
 
-    As many as OpenBLAS 0.3.21 multiplies without a copy, if they divide m.
+    It is the largest of `PIECES` that divides m and that OpenBLAS 0.3.21 multiplies without a copy.
     """
     if rows * m <= UNPACKED_RESULTS:
         return 0
@@ -80,7 +80,7 @@ def _piece(rows: int, m: int, n: int) -> int:
 
 
 class _Lane(threading.local):
-    """Second stream and second thread of a thread; streams cannot be shared between threads."""
+    """Second stream and helper thread of each thread; streams cannot be shared by threads."""
 
     stream: mx.Stream | None = None
     taken = False
@@ -94,14 +94,14 @@ _second = _Lane()
 
 @dataclass(frozen=True, slots=True)
 class CPUMemory(AttentionMemory):
-    """Working memory of attention on a CPU."""
+    """Memory that attention on a CPU uses temporarily."""
 
     codes_at_once: int = 2**18
     """Number of codes converted to floats at a time."""
 
     @property
     def chunk_scores(self) -> int:
-        """Return more than on a GPU, because weights overwrite the scores' buffer."""
+        """See `AttentionMemory`; more than on a GPU, because weights overwrite the scores."""
         return CHUNK_FACTOR * self.scores_at_once
 
     def chunk_score_bytes(self, dtype: mx.Dtype) -> int:
@@ -109,7 +109,7 @@ class CPUMemory(AttentionMemory):
         return 4 * (CHUNK_BUFFERS if dtype == mx.float32 else HALF_CHUNK_BUFFERS)
 
     def holds_all_scores(self, key_dim: int, value_dim: int) -> bool:
-        """Return False: a chunk's scores are computed in slices."""
+        """See `AttentionMemory`; False, because a chunk's scores are computed in slices."""
         return False
 
     def code_bytes(self, numbers: int) -> int:
@@ -120,7 +120,7 @@ class CPUMemory(AttentionMemory):
 
 @dataclass(frozen=True)
 class CPUBackend(MLXBackend):
-    """MLX's CPU backend on two cores, the lanes, with BLAS in place of slow kernels."""
+    """Attention on a CPU, with work divided between two cores (lanes)."""
 
     lanes: int = field(default_factory=lambda: min(2, cpu_rows.cores()))
     facts = DeviceFacts(on_heap=True, slow_half=True, fuses_attention=False)
@@ -128,7 +128,7 @@ class CPUBackend(MLXBackend):
     codes_at_once: int = 2**18
     """Number of codes converted to floats at a time: 1 MiB."""
     polynomial_from: int = 2**16
-    """Minimum elements from which 14 fast passes beat a slow one."""
+    """Minimum number of elements for which `exp2` uses a polynomial."""
 
     @property
     def memory(self) -> CPUMemory:
@@ -148,7 +148,7 @@ class CPUBackend(MLXBackend):
         sinks: mx.array | None = None,
         eager: bool = False,
     ) -> mx.array:
-        """See `AttentionBackend`; in slices of queries with `memory.chunk_scores` scores."""
+        """See `AttentionBackend`; computes `memory.chunk_scores` scores at a time."""
         heads, n, m = queries.shape[1], queries.shape[2], keys.shape[2]
         if sinks is None and ordered_attention.keeps_order():
             kept = 0 if columns is None else attention_window.keep
@@ -165,7 +165,7 @@ class CPUBackend(MLXBackend):
         done = []
         for first in range(0, n, step):
             count = min(step, n - first)
-            # Columns behind the last query of these are seen by none of them.
+            # Columns after the last of these queries are seen by none of them.
             reach = m - n + first + count
             part = self._attend_slice(
                 queries_in_2[:, :, first : first + count],
@@ -192,9 +192,10 @@ class CPUBackend(MLXBackend):
         attention_window: AttentionWindow,
         eager: bool,
     ) -> Partial:
-        """Return partial results (kv_heads, heads / kv_heads, n, ...) of queries over keys.
+        """Return partial results of queries, (kv_heads, heads / kv_heads, n, ...).
 
-        Queries: in base 2, (1, heads, n, d), from `start` on. Keys: (kv_heads, m, d).
+        Queries, (1, heads, n, d), are in base 2 and at positions from `start` on; keys are
+        (kv_heads, m, d).
         """
         (_, heads, n, _), (kv_heads, m, _) = queries.shape, keys.shape
         scores = span_attention.score(span_attention.grouped(queries, kv_heads), [keys], self)
@@ -224,10 +225,10 @@ class CPUBackend(MLXBackend):
         scale: float,
         sinks: mx.array | None,
     ) -> mx.array:
-        """See `AttentionBackend`; a single row is computed while Python builds the next layers.
+        """See `AttentionBackend`; a single row is evaluated while Python builds the next layers.
 
-        Otherwise it would wait for Python for a third of the step. Lanes keep both cores busy; BLAS
-        must be limited to one thread first.
+        Otherwise the CPU would be idle for a third of the step. The caller must limit BLAS to one
+        thread first, because lanes use both cores.
         """
         if sinks is None and ordered_attention.keeps_order():
             ordered = ordered_attention.attend_step(step, layer, window, queries, scale)
@@ -241,7 +242,7 @@ class CPUBackend(MLXBackend):
 
     @contextmanager
     def piece_reads(self, stacked: Sequence[mx.array]) -> Iterator[PieceReads]:
-        """See `AttentionBackend`; in lanes, unless BLAS keeps more cores busy."""
+        """See `AttentionBackend`; uses lanes, unless BLAS can use more cores."""
         divided = cpu_rows.cores() <= self.lanes
         with self.one_thread_of_blas() if divided else nullcontext():
             yield CPUPieceReads(self, stacked, divided=divided)
@@ -254,7 +255,7 @@ class CPUBackend(MLXBackend):
         seen: mx.array | None = None,
         after: mx.array | None = None,
     ) -> Partial:
-        """See `AttentionOps`; large reads are split over the lanes by heads."""
+        """See `AttentionOps`; large reads are divided between lanes by heads."""
         kv_heads, rows, _ = stacked.shape
         count = kv_heads * rows * sum(map(span_attention.columns, keys))
         coded = span_attention.mostly_coded(keys)
@@ -287,13 +288,13 @@ class CPUBackend(MLXBackend):
         tails: RowTails,
         sinks: mx.array | None,
     ) -> mx.array | None:
-        """Attend with several rows to parts and tails at once, in float32; None for other dtypes.
+        """Attend with several rows at once, in float32; None for other dtypes.
 
         Args:
             queries: (rows, heads, width, d), in base 2.
-            reads: shared reads, without a common column of the same row.
+            reads: reads by adjacent rows, which do not overlap for a row.
             tails: tails of the rows.
-            sinks: (heads,), in base 2.
+            sinks: attention sinks, (heads,), in base 2.
 
         Returns:
             Array (rows, heads, width, value_dim), evaluated.
@@ -319,9 +320,9 @@ class CPUBackend(MLXBackend):
         return _second.thread if self.lanes > 1 else None
 
     def multiply_keys(self, queries: mx.array, keys: mx.array) -> mx.array:
-        """See `AttentionBackend`; with few queries, keys are the left factor.
+        """See `AttentionBackend`; for few queries, keys are the left factor.
 
-        BLAS packs a copy of its left factor, which for few rows takes longer than the product.
+        BLAS copies one factor, which for few rows takes longer than the product.
         """
         few = queries.shape[-2] <= cpu_rows.FEW_QUERIES and keys.shape[-2] >= MANY_KEYS
         if not few or keys.dtype != mx.float32:
@@ -330,7 +331,7 @@ class CPUBackend(MLXBackend):
         return mx.contiguous(products.swapaxes(-1, -2))
 
     def multiply_weights(self, x: mx.array, weights: mx.array) -> mx.array:
-        """See `AttentionBackend`; few rows are multiplied in pieces, without copies by BLAS."""
+        """See `AttentionBackend`; for few rows, uses pieces of weights, without copies by BLAS."""
         (m, n), rows = weights.shape, x.size // x.shape[-1]
         piece = _piece(rows, m, n) if multiplies_unpacked() else 0
         if not piece or x.dtype != mx.float32 or weights.dtype != mx.float32:
@@ -339,7 +340,7 @@ class CPUBackend(MLXBackend):
         return self._in_pieces(x.reshape(rows, n), pieces).reshape(*x.shape[:-1], m)
 
     def _in_pieces(self, x: mx.array, pieces: mx.array) -> mx.array:
-        """Return the products (rows, m) with the pieces, on both lanes if they are large."""
+        """Return products (rows, m) with pieces of weights, on both lanes if they are large."""
         least = ONE_THREAD_LANES_FROM if _second.one_thread else WEIGHTS_LANES_FROM
         if pieces.size < least or self.lanes == 1 or len(pieces) == 1:
             return (x @ pieces).swapaxes(0, 1)
@@ -360,7 +361,7 @@ class CPUBackend(MLXBackend):
         group_size: int,
         bits: int,
     ) -> mx.array:
-        """See `CodeOps`; in float32, 60 to 150 times faster than float16 here (MLX 0.32.4)."""
+        """See `CodeOps`; float32 is 60 to 150 times faster than float16 on a CPU (MLX 0.32.4)."""
         x, scales, biases = (part.astype(mx.float32) for part in (x, scales, biases))
         if wide_codes.is_quicker(x.shape[-2], bits, transpose=transpose):
             parts = x, codes, scales, biases
@@ -378,12 +379,12 @@ class CPUBackend(MLXBackend):
         return wide_codes.dequantize(codes, scales, biases, group_size=group_size, bits=bits)
 
     def index_codes(self, codec: Codec, side: mx.array) -> Coded:
-        """See `AttentionOps`; by NumPy."""
+        """See `AttentionOps`; uses NumPy."""
         assert isinstance(codec, Turbo)
         return index_codes(codec, side)
 
     def choice_reader(self, selection: Selection, key_dim: int, value_dim: int) -> ChoiceReader:
-        """See `AttentionBackend`; by compiled loops if Numba is available."""
+        """See `AttentionBackend`; uses compiled loops if Numba is available."""
         signs, with_values = selection.index.signs(key_dim), selection.index.with_values
         loops = None
         if selection.compiled:
@@ -393,7 +394,7 @@ class CPUBackend(MLXBackend):
         return LoopReader(selection, self, self.facts, loops)
 
     def exp2(self, x: mx.array) -> mx.array:
-        """Compute 2 ** x by a polynomial; see `AttentionBackend`.
+        """Compute 2 ** x with a polynomial; see `AttentionBackend`.
 
         `mx.exp` takes 8.9 ns per element here, `mx.power` 3.1, and the polynomial 1.6 (1 M scores,
         MLX 0.32.4, one core).
@@ -410,11 +411,11 @@ class CPUBackend(MLXBackend):
         return (power.view(mx.int32) + exponent).view(mx.float32)
 
     def extremes(self, groups: mx.array) -> tuple[mx.array, mx.array]:
-        """Find extremes on the bits, read as integers; see `AttentionBackend`.
+        """Find extremes by reading floats as integers; see `AttentionBackend`.
 
-        MLX finds extremes of integers four times as fast. The bits of positive floats are ordered
-        like the floats, those of negative floats inversely and, as unsigned integers, after all
-        positive ones.
+        MLX finds extremes of integers four times as fast. Read as integers, positive floats have
+        the order of the floats, and negative floats the reverse order; read as unsigned integers,
+        all negative floats are larger than all positive ones.
         """
         if groups.dtype.size not in INTEGERS:
             return MLXBackend.extremes(self, groups)
@@ -427,10 +428,10 @@ class CPUBackend(MLXBackend):
         return least.view(dtype).astype(mx.float32), most.view(dtype).astype(mx.float32)
 
     def as_float32(self, x: mx.array) -> mx.array:
-        """Convert float16 by its bits; see `AttentionBackend`.
+        """Convert float16 by shifting its bits; see `AttentionBackend`.
 
-        Three times as fast as MLX on a processor without float16. Sign and exponent are shifted to
-        their float32 positions, where the exponent bias is 112 larger.
+        It is three times as fast as MLX on processors without float16. The exponent bias of float32
+        is 112 larger than that of float16.
         """
         if x.dtype != mx.float16 or HAS_FLOAT16:
             return x.astype(mx.float32)
@@ -439,7 +440,7 @@ class CPUBackend(MLXBackend):
 
     @contextmanager
     def lane(self, number: int | None) -> Iterator[None]:
-        """See `AttentionBackend`; by the parity of the index. Nested lanes stay in the outer."""
+        """See `AttentionBackend`; odd numbers use the second stream. Nested calls do nothing."""
         if number is None or _second.taken or self.lanes == 1:
             yield
             return
@@ -456,13 +457,13 @@ class CPUBackend(MLXBackend):
             _second.taken = False
 
     def decoding(self, rows: int, width: int, tokens: int) -> AbstractContextManager[None]:
-        """See `AttentionBackend`; limits BLAS to one thread while lanes share the cores with it."""
+        """See `AttentionBackend`; limits BLAS to one thread if the step uses lanes."""
         divided = self.reads_together(rows, width, tokens)
         return self.one_thread_of_blas() if divided else nullcontext()
 
     @contextmanager
     def one_thread_of_blas(self) -> Iterator[None]:
-        """Limit BLAS to one thread in a `with` block, while lanes share the cores with it."""
+        """Limit BLAS to one thread in a `with` block, so that lanes can use the other cores."""
         before, _second.one_thread = _second.one_thread, True
         try:
             with one_thread():
@@ -471,11 +472,11 @@ class CPUBackend(MLXBackend):
             _second.one_thread = before
 
     def reads_together(self, rows: int, width: int, tokens: int) -> bool:
-        """Return whether there are several rows, many new tokens, or a long context.
+        """Return whether a step has several rows, many new tokens, or a long context.
 
-        SmolLM2 after 1,500 tokens, ms per step in lanes and with multi-threaded BLAS: 5 new tokens
-        88 and 87; 9: 98 and 136; 17: 122 and 197. One new token after 4,096: 59 and 59; 6,000: 65
-        and 71; 8,000: 79 and 100 (OpenBLAS 0.3.21, two cores).
+        Milliseconds per step of SmolLM2 with lanes and with multi-threaded BLAS: 5 new tokens after
+        1,500 tokens 88 and 87; 9: 98 and 136; 17: 122 and 197. One new token after 4,096 tokens: 59
+        and 59; 6,000: 65 and 71; 8,000: 79 and 100 (OpenBLAS 0.3.21, two cores).
         """
         return rows > 1 or (self.lanes > 1 and (width >= WIDE_ROW or tokens >= LONG_ROW))
 
@@ -485,7 +486,7 @@ class CPUBackend(MLXBackend):
         tasks: Sequence[_Task],
         meanwhile: Callable[[], object] | None = None,
     ) -> list[_Result]:
-        """See `AttentionBackend`; a second thread and this one take the tasks in turn."""
+        """See `AttentionBackend`; a helper thread and the calling thread share the tasks."""
         other = self._second_thread()
         if other is None or len(tasks) < (2 if meanwhile is None else 1):
             return MLXBackend.divide(self, function, tasks, meanwhile)
@@ -507,7 +508,7 @@ class CPUBackend(MLXBackend):
 
 
 def _of_slots(tails: RowTails) -> cpu_rows.ColumnArrays:
-    """Return the rows' tails, (b, kv_heads, columns, dim) each: views of adjacent slots."""
+    """Return the rows' tails, (b, kv_heads, columns, dim) each; views if slots are adjacent."""
     first, count = tails.slots[0], len(tails.slots)
     neighbors = list(tails.slots) == list(range(first, first + count))
     rows = slice(first, first + count) if neighbors else list(tails.slots)
@@ -528,9 +529,9 @@ def _part(read: RowsRead, group: int, width: int) -> cpu_rows.RowsPart:
 
 
 def _seen_by_row(seen: mx.array | None, group: int) -> Booleans | None:
-    """Convert a mask (b, width, columns) to each row's stacked queries.
+    """Convert a mask (b, width, columns) to the stacked queries of each row.
 
-    (b, 1, group * width, columns): a KV head has `group` query heads, each with all new tokens.
+    The result is (b, 1, group * width, columns), where a KV head has `group` query heads.
     """
     if seen is None:
         return None
@@ -544,7 +545,7 @@ def _stacked(by_row: Floats) -> Floats:
 
 
 def _sunk(sinks: Floats, kv_heads: int, b: int, width: int) -> Floats:
-    """Convert the sinks of all heads to stacked queries, (kv_heads, b * r, 1)."""
+    """Repeat the sinks of heads for all stacked queries, (kv_heads, b * r, 1)."""
     by_head = sinks.reshape(kv_heads, 1, -1, 1)
     wide = np.broadcast_to(by_head, (kv_heads, b, by_head.shape[2], width))
     return wide.reshape(kv_heads, -1, 1)

@@ -1,4 +1,4 @@
-"""Attention of one layer in a decode step on the CPU: several rows at once, by NumPy."""
+"""Attention of one layer in a decode step on the CPU, with NumPy for several rows at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.attention.layer_decode import LayerDecode
 
 @dataclass(frozen=True, slots=True)
 class RowsRead:
-    """Columns that the rows `first..last - 1` of a decode step read together."""
+    """Columns that rows `first..last - 1` of a decode step read together."""
 
     first: int
     last: int
@@ -22,12 +22,12 @@ class RowsRead:
     """Keys and values (1, kv_heads, n, dim) of segments, and the columns `start..stop - 1` to
     read."""
     seen: mx.array | None
-    """Mask, (rows, width, columns) bool; None if every row sees all of it."""
+    """Mask, (rows, width, columns) bool; None if every row sees all columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowTails:
-    """Tails of the rows of a decode step, in the buffers of all slots."""
+    """Tails of the rows of a decode step, in buffers with all slots."""
 
     keys: mx.array
     """Shape (slots, kv_heads, columns, dim)."""
@@ -35,20 +35,20 @@ class RowTails:
     slots: Sequence[int]
     """Slots of the rows."""
     columns: int
-    """Columns of the longest tail, including the new tokens."""
+    """Number of columns of the longest tail, including the new tokens."""
     seen: mx.array | None
-    """Mask, (rows, width, columns) bool; None if every row sees all of it."""
+    """Mask, (rows, width, columns) bool; None if every row sees all columns."""
 
 
 RowsAttention: TypeAlias = Callable[
     [mx.array, Sequence[RowsRead], RowTails, mx.array | None], mx.array | None
 ]
-"""Attention of several rows at once; None to attend part by part."""
+"""Function that attends with several rows at once; returns None if it does not support them."""
 
 
 @dataclass(frozen=True, slots=True)
 class CPULayerDecode(LayerDecode):
-    """One layer of a decode step, whose rows are processed together if all KV is float32."""
+    """Decode attention of one layer, with all rows at once if all KV is float32."""
 
     attend_rows: RowsAttention
 
@@ -67,7 +67,7 @@ class CPULayerDecode(LayerDecode):
         return LayerDecode.together(self, queries, layout, sinks)
 
     def _uncoded(self, layout: AttentionPlan) -> list[RowsRead] | None:
-        """Return all shared reads of a plan in this layer; None if some are coded."""
+        """Return all shared reads of a plan in this layer; None if any KV is compressed."""
         reads = []
         for shared in (shared for level in layout.levels for shared in level):
             pieces = []

@@ -1,4 +1,4 @@
-"""Attention of query groups to KV in pieces on the CPU, by NumPy."""
+"""Attention of query groups to KV in pieces on the CPU, with NumPy."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from penstock.plugins.cpu.cpu_rows import Sums
 
 
 class CPUPieceReads(PieceReads):
-    """Attends to pieces with NumPy.
+    """Attention to pieces of KV with NumPy.
 
     Args:
         ops: array operations of attention.
         stacked: query groups, see `PieceReads`.
-        divided: whether each lane processes half of the groups, or of the KV heads of a single one.
+        divided: whether to divide the groups, or the KV heads of a single group, between lanes.
     """
 
     def __init__(self, ops: AttentionOps, stacked: Sequence[mx.array], *, divided: bool) -> None:
@@ -73,7 +73,7 @@ class CPUPieceReads(PieceReads):
 
 
 def _joined(ops: AttentionOps, sides: Arrays) -> Floats:
-    """Concatenate consecutive parts as float32, because short products are slow."""
+    """Concatenate consecutive parts as float32, because products with short parts are slow."""
     wide = [ops.as_float32(s) if isinstance(s, mx.array) else s for s in sides]
     mx.eval([side for side in wide if isinstance(side, mx.array)])
     held = [np.asarray(side) for side in wide]

@@ -1,7 +1,7 @@
-"""Decode attention of several rows on the CPU, by NumPy on MLX's arrays in place.
+"""Decode attention of several rows on the CPU, with NumPy views of MLX arrays.
 
-The unshared parts of rows are small. MLX needs some thirty operations per part and layer, and their
-dispatch took more than half of a step with eight rows; NumPy needs ten.
+The parts that rows do not share are small. MLX needs about thirty operations per part and layer,
+whose dispatch took more than half of a step with eight rows; NumPy needs ten.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from penstock.plugins.cpu.cpu_softmax import exp2_in_place
 ColumnArrays: TypeAlias = tuple[Floats, Floats]
 """Keys and values of consecutive columns, (..., n, dim) each."""
 
-_QUIET = np.errstate(all="ignore")  # what a model makes of numbers that are not finite is its own
+_QUIET = np.errstate(all="ignore")  # a model may produce infinities and NaN
 FEW_QUERIES, MANY_KEYS = 32, 64
-"""Maximum queries that are faster as the right factor, up to 6 times (64 take twice as long), and
-the minimum number of keys for which that holds in NumPy."""
+"""Maximum number of queries, and minimum number of keys, for which queries as the right factor are
+up to 6 times faster in NumPy; 64 queries take twice as long."""
 UNPACKED_PRODUCTS = 10**6
-"""Maximum multiplications for which OpenBLAS avoids copies, if it has such kernels."""
+"""Maximum number of multiplications for which OpenBLAS avoids copies, if it has such kernels."""
 DIVIDED_FROM = 2**15
-"""Minimum scores over all parts from which a second thread computes half of them."""
+"""Minimum number of scores for which a helper thread computes half of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class RowsPart:
     """Columns that adjacent rows read under one softmax."""
 
     rows: slice
-    """Rows of the stacked queries (kv_heads, m, d)."""
+    """Slice of axis m of the stacked queries (kv_heads, m, d)."""
     pieces: Sequence[ColumnArrays]
     """Keys and values of the pieces, (kv_heads, n_i, dim) each."""
     seen: Booleans | None
-    """Mask that broadcasts to (kv_heads, rows, sum n_i); None sees all columns."""
+    """Mask that broadcasts to (kv_heads, rows, sum n_i); None if all columns are visible."""
 
     @property
     def columns(self) -> int:
@@ -66,7 +66,7 @@ class Sums:
 
     @_QUIET
     def add(self, rows: slice, other: Sums) -> None:
-        """Add the sums of some rows over other columns, (kv_heads, m, ...)."""
+        """Add sums of some rows over other columns, in place."""
         top, total, mixed = self.top[:, rows], self.total[:, rows], self.mixed[:, rows]
         both = np.maximum(top, other.top)
         share, more = np.exp2(top - both), np.exp2(other.top - both)
@@ -78,7 +78,7 @@ class Sums:
 
     @_QUIET
     def result(self, sinks: Floats | None) -> Floats:
-        """Return the normalized attention; sinks as `attention.merged` takes them."""
+        """Return the normalized attention; sinks are as for `attention.merged`."""
         if sinks is None:
             return self.mixed / self.total
         top = np.maximum(self.top, sinks)
@@ -95,9 +95,9 @@ def cores() -> int:
 
 
 class SecondThread:
-    """A helper thread, until its owner stops it.
+    """Daemon thread that computes tasks, until the object is deleted.
 
-    A daemon, unlike those of `concurrent.futures`: Python does not wait for it on exit.
+    Python does not wait for it on exit, unlike threads of `concurrent.futures`.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class SecondThread:
         self._tasks.put(None)
 
     def submit(self, function: Callable[..., Any], /, *args: Any) -> Future[Any]:
-        """Call a function in the thread; no reference to the call outlives its result."""
+        """Call a function in the thread, which keeps no reference to the arguments afterwards."""
         future: Future[Any] = Future()
         self._tasks.put((future, function, args))
         return future
@@ -120,14 +120,14 @@ def _compute(tasks: SimpleQueue[_Task | None]) -> None:
         future, function, args = task
         try:
             future.set_result(function(*args))
-        except Exception as error:  # noqa: BLE001  the owner raises it
+        except Exception as error:  # noqa: BLE001  `Future.result` raises it
             future.set_exception(error)
         del task, future, function, args
 
 
 @_QUIET
 def sums(queries: Floats, pieces: Sequence[ColumnArrays], seen: Booleans | None) -> Sums:
-    """Attend with queries (..., m, d), in base 2, to pieces under one softmax."""
+    """Attend with queries (..., m, d), in base 2, to all columns of pieces."""
     columns = sum(keys.shape[-2] for keys, _ in pieces)
     scores = np.empty((*queries.shape[:-1], columns), np.float32)
     start = 0
@@ -151,10 +151,10 @@ def sums(queries: Floats, pieces: Sequence[ColumnArrays], seen: Booleans | None)
 
 
 def _score(queries: Floats, keys: Floats, scores: Floats) -> None:
-    """Write the products (..., m, n) of queries and keys; few queries are the right factor.
+    """Write the products (..., m, n) of queries and keys, with few queries as the right factor.
 
-    With AVX-512, OpenBLAS does not pack if the right factor is small and contiguous: four queries
-    and 2,016 keys take a quarter of the time. Other kernels do not benefit.
+    With AVX-512, OpenBLAS does not copy factors if the right one is small and contiguous: four
+    queries and 2,016 keys take a quarter of the time. Other kernels do not benefit.
     """
     (m, d), n = queries.shape[-2:], keys.shape[-2]
     if m == 1 or m > FEW_QUERIES or n < MANY_KEYS or not multiplies_unpacked():
@@ -170,13 +170,13 @@ def _score(queries: Floats, keys: Floats, scores: Floats) -> None:
 def add_parts(
     into: Sums, queries: Floats, parts: Sequence[RowsPart], other: SecondThread | None
 ) -> None:
-    """Add the sums over the parts of rows to the sums over their tails.
+    """Add the attention of rows to parts to their sums so far.
 
     Args:
-        into: (kv_heads, m, ...), modified in place.
+        into: sums, (kv_heads, m, ...), modified in place.
         queries: (kv_heads, m, d), in base 2.
         parts: parts of the rows.
-        other: second thread, for half of the work if there is much.
+        other: helper thread, which computes half if there are at least `DIVIDED_FROM` scores.
     """
     mine, theirs = (list(parts), []) if other is None else _divided(parts, queries.shape[0])
     task = other.submit(_sums_of_all, queries, theirs) if other is not None and theirs else None
@@ -192,7 +192,7 @@ def _sums_of_all(queries: Floats, parts: Sequence[RowsPart]) -> list[Sums]:
 
 
 def _divided(parts: Sequence[RowsPart], kv_heads: int) -> tuple[list[RowsPart], list[RowsPart]]:
-    """Split parts into two lists with about equal work; little work stays in the first."""
+    """Split parts into two lists of about equal work; the second is empty if there is little."""
     scores = [kv_heads * part.scores for part in parts]
     if sum(scores) < DIVIDED_FROM:
         return list(parts), []
@@ -200,7 +200,7 @@ def _divided(parts: Sequence[RowsPart], kv_heads: int) -> tuple[list[RowsPart], 
     lists: tuple[list[RowsPart], list[RowsPart]] = ([], [])
     for part, count in zip(parts, scores, strict=True):
         columns = part.columns
-        # The part in the middle is cut where the half of all work ends, or not at all.
+        # The part that contains the middle of all work is cut there, unless a rest is too small.
         cut = min(columns, max(0, round((half - done) / count * columns)))
         if 0 < cut < columns and min(cut, columns - cut) * count < DIVIDED_FROM // 4 * columns:
             cut = 0 if 2 * cut < columns else columns
@@ -212,7 +212,7 @@ def _divided(parts: Sequence[RowsPart], kv_heads: int) -> tuple[list[RowsPart], 
 
 
 def _cut(part: RowsPart, at: int) -> tuple[RowsPart | None, RowsPart | None]:
-    """Return the first `at` columns of a part, and the rest; None if empty."""
+    """Return the first `at` columns of a part and the remaining ones; None if empty."""
     if at in (0, part.columns):
         return (None, part) if at == 0 else (part, None)
     pieces: tuple[list[ColumnArrays], list[ColumnArrays]] = ([], [])

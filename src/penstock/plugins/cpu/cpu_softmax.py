@@ -14,18 +14,18 @@ import numpy.typing as npt
 from penstock.attention.span_attention import MASKED
 
 SQUARE = 64
-"""Queries whose own columns are masked individually; later columns are masked together."""
+"""Size of the squares on the diagonal that are masked by `LATER`."""
 LATER = np.triu(np.ones((SQUARE, SQUARE), np.bool_), 1)
-"""Mask of the columns after each query's own, for `SQUARE` queries."""
+"""Mask of the columns after each query's position, for `SQUARE` queries."""
 LOWEST = np.float32(-126)
 LEAST = np.exp2(LOWEST)
-"""2^`LOWEST`: smaller powers are slow to compute, so they are clamped to this and subtracted."""
+"""2^`LOWEST`; smaller powers are slow to compute, so they are clamped to it and then set to 0."""
 
 
 def weigh_in_place(scores: mx.array, *, causal: bool) -> tuple[mx.array, mx.array, mx.array]:
-    """Convert scores (..., n, m) to weights in place, like `attention.weigh`; evaluated.
+    """Evaluate scores (..., n, m) and convert them to weights in place; see `attention.weigh`.
 
-    The weights overwrite the scores' buffer, so no other array may share it.
+    No other array may share the scores' buffer.
 
     Args:
         scores: float32, in base 2.
@@ -35,14 +35,14 @@ def weigh_in_place(scores: mx.array, *, causal: bool) -> tuple[mx.array, mx.arra
         Maximum (..., n, 1), weights 2^(score - maximum), and their sum (..., n, 1).
     """
     mx.eval(scores)
-    view = np.asarray(scores)  # of the same memory
+    view = np.asarray(scores)  # shares the memory
     if causal:
         _mask_later(view)
-    # A caller may have made NumPy's warnings errors, which would end an answer.
+    # The process may treat NumPy's warnings as errors, which would end the request.
     with np.errstate(all="ignore"):
         top = view.max(axis=-1, keepdims=True)
         np.subtract(view, top, out=view)
-        # All rows have masked scores among their own columns, and perhaps nothing as low before.
+        # Only the chunk's columns have masked scores, whose powers are slower to compute.
         own = view.shape[-1] - view.shape[-2] if causal else 0
         exp2_in_place(view[..., :own])
         exp2_in_place(view[..., own:])
@@ -60,7 +60,7 @@ def exp2_in_place(x: npt.NDArray[np.float32]) -> None:
 
 
 def _mask_later(scores: npt.NDArray[np.float32]) -> None:
-    """Mask columns after each query, in squares; a single mask would be quadratic in memory."""
+    """Mask columns after each query, in squares, because a single mask would need n^2 bytes."""
     n, m = scores.shape[-2:]
     for start in range(0, n, SQUARE):
         stop = min(start + SQUARE, n)

@@ -1,4 +1,4 @@
-"""Encoding of the key index by NumPy, three times as fast as by MLX."""
+"""Encoding of the key index with NumPy, three times as fast as with MLX."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def index_codes(codec: Turbo, side: mx.array) -> Coded:
     mx.eval(rotated)
     z = np.asarray(rotated)
     with np.errstate(over="ignore", invalid="ignore"):
-        # Sums of a row alone: its index does not depend on what is indexed with it.
+        # Summed row by row, so that results do not depend on the other rows.
         over = (z * z).sum(axis=-1)
         step = step_size * np.sqrt(over / z.shape[-1])[..., None]
         plus, outer = z >= 0, np.abs(z) > step

@@ -1,10 +1,10 @@
-"""Vector code for the scores of blocks by the key index, and by the centers that it leaves out.
+"""Vectorized scores of blocks: products with the key index, and with key centers.
 
 A vector holds a word of codes of each token of a block, or a cosine or sine of each of 16 blocks.
-Products of bytes are added in integers, as in `tile_products`: exact, so the scores do not depend
-on which queries are multiplied together.
+Integer sums of products of bytes are exact, as in `tile_products`, so that scores do not depend on
+which queries are multiplied together.
 
-The functions are written as LLVM IR, for loops that Numba compiles.
+The functions are generated as LLVM IR, for loops that Numba compiles.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from penstock.plugins.cpu.attention_tiles import LANES, Vectors, vector_function
 from penstock.plugins.cpu.tile_products import dot_product, dot_product_name
 
 SHIFTS = 4
-"""Codes of 2 bits in a byte. A group is the bytes of a word at one shift: four codes."""
+"""Number of 2-bit codes in a byte. A group is the four codes at one shift in a word."""
 QUERIES = (4, 2, 1)
-"""Numbers of queries that are multiplied together, the most first."""
+"""Numbers of queries that can be multiplied together, in descending order."""
 HALF_BIAS = 2.0**112
-"""Factor of a float16 whose bits were moved to the place of a float32's."""
+"""Factor that corrects a float16 whose bits were shifted to their places in float32."""
 
 
 @cache
 def block_product(words: int, queries: int, instructions: str = "") -> Any:
-    """Return a function for compiled loops: best products of a block's tokens with queries.
+    """Return a Numba intrinsic for the maximum product of queries with the tokens of a block.
 
-    It takes the addresses of the block's codes, (tokens, words) uint32, of its sizes, float16, of
-    the queries' bytes, (queries, words, shifts) int32, of what to take off a query's sums, int32,
-    and of the results, float32, and the bytes from one query's result to the next.
+    It takes the addresses of the block's codes, (tokens, words) uint32; its scales, float16; the
+    queries' bytes, (queries, words, shifts) int32; numbers to subtract from the queries' sums,
+    int32; and the results, float32; and the number of bytes between results of queries.
 
     Args:
-        words: words of codes of a token.
+        words: number of words of codes of a token.
         queries: number of queries.
-        instructions: see `dot_product_name`, whose result is the default.
+        instructions: instructions to use, by default those of `dot_product_name`.
     """
     from llvmlite import ir
     from numba import types
@@ -45,7 +45,7 @@ def block_product(words: int, queries: int, instructions: str = "") -> Any:
     dot = dot_product(instructions or dot_product_name())
     word32, word64, real = ir.IntType(32), ir.IntType(64), ir.FloatType()
     lanes, reals = ir.VectorType(word32, BLOCK_TOKENS), ir.VectorType(real, BLOCK_TOKENS)
-    chains = max(1, 4 // queries)  # an addition takes as many cycles as there are sums
+    chains = max(1, 4 // queries)  # independent sums, the latency of an addition in cycles
 
     def every(value: float, kind: Any) -> Any:
         return ir.Constant(kind, [value] * BLOCK_TOKENS)
@@ -63,7 +63,7 @@ def block_product(words: int, queries: int, instructions: str = "") -> Any:
         return builder.shuffle_vector(one, other, ir.Constant(lanes, places))
 
     def of_tokens(builder: Any, vectors: list[Any], word: int) -> Any:
-        """Return one word of each token; `vectors` has all words in order."""
+        """Return one word of each token, from vectors of all words in order."""
         left = []
         for number, vector in enumerate(vectors):
             first = BLOCK_TOKENS * number
@@ -133,12 +133,12 @@ def block_product(words: int, queries: int, instructions: str = "") -> Any:
 
 @cache
 def center_product(queries: int) -> Any:
-    """Return a function for compiled loops: products of queries with the centers of 16 blocks.
+    """Return a Numba intrinsic for the products of queries with the centers of 16 blocks.
 
-    It takes the addresses of the blocks' cosines and sines, (rows, 16) float32, of the queries'
-    factors, (queries, rows), of what is added to a query's products, (queries,), and of the
-    results, (16,) each, the bytes from one query's results to the next, and the rows, an even
-    number. The order of the sums is the same for any number of queries.
+    It takes the addresses of the blocks' cosines and sines, (rows, 16) float32; the queries'
+    factors, (queries, rows); terms added to the queries' products, (queries,); and the results,
+    (16,) each; the number of bytes between results of queries; and the number of rows, which must
+    be even. The order of sums is the same for any number of queries.
     """
     chains = 2
 

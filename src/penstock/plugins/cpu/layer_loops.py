@@ -1,8 +1,8 @@
 """Compiled parts of a decoder layer before and after attention.
 
-Each is a job of `compiled_jobs`, whose table begins with the entries of `PartTable` and ends with
-the linear layers, `LINEAR_WORDS` each. The threads divide rows where these are normalized and
-rounded, and the rows of weight matrices in products.
+Each is a job of `compiled_jobs`, whose table consists of the entries of `PartTable` and of the
+linear layers, `LINEAR_WORDS` each. Normalization and rounding are divided between threads by rows
+of activations, products by rows of weights.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from penstock.plugins.cpu.compiled_jobs import array_at, barrier, call, table_at
 from penstock.plugins.cpu.tile_products import BLOCK, SCALE_FLOATS, TILE_ROWS
 
 ROWS_TOGETHER = 64
-"""Rows of activations multiplied with a part of the weights before the next ones."""
+"""Number of rows of activations that are multiplied in one pass over the weights."""
 
 
 class LinearEntry(IntEnum):
-    """Entries of a linear layer."""
+    """Entries that describe one linear layer in the table of a compiled decoder layer."""
 
     MULTIPLY = 0
     """Address of the function of `multiply_loop`."""
@@ -32,39 +32,39 @@ class LinearEntry(IntEnum):
     TILES = 2
     BLOCKS = 3
     BIAS = 4
-    """Address of the bias, (tiles x 16,) float32; 0 without one."""
+    """Address of the bias, (tiles x 16,) float32; 0 if there is none."""
 
 
 LINEAR_WORDS = len(LinearEntry)
 
 
 class PartTable(IntEnum):
-    """Entries of the table of a part of a layer; addresses are of float32 arrays, 0 for none."""
+    """Table entries of a part of a layer; addresses are of float32 arrays, or 0 for none."""
 
     THREADS = 0
     BARRIER = 1
     YIELD = 2
     ROWS = 3
     X = 4
-    """Rows (rows, width): the layer's input."""
+    """The layer's input, (rows, width)."""
     WIDTH = 5
     DIGITS = 6
-    """Bytes of an activation."""
+    """Number of bytes of an activation."""
     ROUNDED = 7
-    """Address of space for rounded activations, (rows, digits, most columns) int8."""
+    """Buffer for rounded activations, (rows, digits, columns) int8."""
     SCALES = 8
-    """Space for their scales and sums, (rows, most blocks, 2)."""
+    """Buffer for scales and sums of rounded activations, (rows, blocks, 2)."""
     NORMED = 9
-    """Space for a normalized row of each thread."""
+    """Buffer for a normalized row of each thread."""
     CONSTANTS = 10
-    """Address of `Constant`."""
+    """The numbers of `Constant`."""
     NORM = 11
-    """Weights of the norm before the first product, or of the one before the MLP."""
+    """Weights of the norm before attention, or before the MLP."""
     RESULT = 12
-    """(rows, stride): queries, keys and values, or the layer's output."""
+    """Queries, keys and values, (rows, stride), or the layer's output, (rows, width)."""
     STRIDE = 13
     LINEARS = 14
-    """Number of linear layers before attention."""
+    """Number of linear layers of the part before attention."""
     Q_NORM = 15
     K_NORM = 16
     HEADS = 17
@@ -73,27 +73,27 @@ class PartTable(IntEnum):
     KEYS = 20
     """First column of the keys in the result."""
     ANGLES = 21
-    """Cosines and sines of the rows' positions, (2, rows, pairs); 0 to rotate nothing."""
+    """Cosines and sines of the rows' positions, (2, rows, pairs); 0 for no RoPE."""
     PAIRS = 22
     NEIGHBORS = 23
-    """Whether a pair is two neighbors, and not of the two halves."""
+    """Whether the values of a rotated pair are adjacent, instead of half a row apart."""
     MIXED = 24
-    """(rows, columns): output of attention."""
+    """Output of attention, (rows, columns)."""
     RESIDUAL = 25
-    """Space (rows, width)."""
+    """Buffer for the input of the MLP before its norm, (rows, width)."""
     HIDDEN = 26
-    """Space (2, rows, hidden): gate and up projection."""
+    """Buffer for gate and up projection, (2, rows, hidden)."""
     MIXED_NORM = 27
     LOWERED_NORM = 28
     GELU = 29
-    """Whether the activation is the approximate GELU, and not SiLU."""
+    """Whether the activation is approximate GELU instead of SiLU."""
 
 
 PART_WORDS = len(PartTable)
 
 
 class Constant(IntEnum):
-    """Numbers of a layer."""
+    """Indices of a layer's constants."""
 
     EPSILON = 0
     HEAD_EPSILON = 1
@@ -102,25 +102,25 @@ class Constant(IntEnum):
 
 @cache
 def round_loop() -> Any:
-    """Compile the rounding of a row to digits of 8 bits with a scale for each block.
+    """Compile the quantization of a row to 8-bit digits, with a scale per block.
 
-    Arguments: the row (columns,), its digits (digits, columns) int8, scales (blocks, 2), and the
-    first block and one past the last.
+    Arguments: the row, (columns,); results, digits (digits, columns) int8 and scales and sums
+    (blocks, 2); the first block, and the block to stop at.
 
-    A block with an infinity or NaN gets a scale of NaN, and so do its products. One whose scale
-    would be subnormal becomes zeros: its numbers are below 1e-31. No fast-math flag is set, so that
-    bits are the same on every processor.
+    A block with an infinity or NaN gets the scale NaN, so that its products are NaN. A block whose
+    scale would be subnormal is rounded to zeros. No fast-math flag is set, so that results are
+    bit-identical on all processors.
     """
     from numba import float32, int8, int32, njit
 
     block = BLOCK
     magnitude, infinity = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
     smallest, not_a_number = float32(np.finfo(np.float32).tiny), float32(np.nan)
-    whole_from = float32(2**23)  # larger floats are whole numbers
+    whole_from = float32(2**23)  # larger floats are integers
 
     @njit(nogil=True)
     def nearest(number):  # type: ignore[no-untyped-def]
-        """Return the nearest integer below 2^23, even for a tie; `np.rint` is not vectorized."""
+        """Round a number below 2^23, ties to even; `np.rint` is not vectorized."""
         shift = whole_from if number >= 0 else -whole_from
         return int32((number + shift) - shift)
 
@@ -134,7 +134,7 @@ def round_loop() -> Any:
         for number in range(first, last):
             start, end = number * block, (number + 1) * block
             values, bits = row[start:end], row_bits[start:end]
-            top_bits = int32(0)  # without their signs, floats are in the order of their bits
+            top_bits = int32(0)  # absolute values have the order of their bits
             for place in range(len(bits)):
                 top_bits = max(top_bits, int32(bits[place] & magnitude))
             if top_bits >= infinity:
@@ -149,7 +149,7 @@ def round_loop() -> Any:
             total = int32(0)
             for place in range(len(values)):
                 total += nearest(values[place] * factor)
-            half, lower_bits = int32(0), int32(0)  # digits have signs: lower ones are rounded away
+            half, lower_bits = int32(0), int32(0)  # digits are signed, and higher ones rounded
             for digit in range(count - 1, -1, -1):
                 of_digit = digits[digit, start:end]
                 for place in range(len(values)):
@@ -184,8 +184,8 @@ def _norm_loop() -> Any:
 def rotate_loop() -> Any:
     """Compile RoPE of a head in place.
 
-    Arguments: the head (dim,), cosines and sines of the position (pairs,), and whether a pair is
-    two neighbors, and not one number of each half.
+    Arguments: the head, (dim,), cosines and sines of the position, (pairs,), and whether the values
+    of a pair are adjacent, instead of half a head apart.
     """
     from numba import njit
 
@@ -203,9 +203,9 @@ def rotate_loop() -> Any:
 
 @cache
 def _activation_loop() -> Any:
-    """Compile `gate = activation(gate) * up` in place: SiLU or the approximate GELU.
+    """Compile `gate = activation(gate) * up` in place, for SiLU and approximate GELU.
 
-    Both are x times the logistic function: of x, or of 2 sqrt(2 / pi) (x + 0.044715 x^3).
+    Both are x times the logistic function, of x or of 2 sqrt(2 / pi) (x + 0.044715 x^3).
     """
     from numba import float32, int32, njit
 
@@ -237,7 +237,7 @@ def _activation_loop() -> Any:
 
 @cache
 def _product_loop() -> Any:
-    """Compile a thread's share of the product of rounded rows with a linear layer."""
+    """Compile a thread's share of the product of rounded rows and a linear layer."""
     from numba import njit
 
     multiply, array = call(9), array_at()
@@ -252,7 +252,7 @@ def _product_loop() -> Any:
 
     @njit(nogil=True)
     def product(linear, thread, threads, rows, digits, rounded, scales, result, stride):  # type: ignore[no-untyped-def]
-        """Write to the result's columns first..last, and return them."""
+        """Write the thread's columns of the result; return their first and end."""
         tiles, blocks = linear[tile_count], linear[block_count]
         first, last = tiles * thread // threads, tiles * (thread + 1) // threads
         for start in range(0, rows, rows_together):
@@ -285,7 +285,7 @@ def _product_loop() -> Any:
 
 @cache
 def _round_rows_loop() -> Any:
-    """Compile the rounding of a thread's rows, or of its share of each if there are too few."""
+    """Compile the rounding of a thread's rows, or of its columns if there are too few rows."""
     from numba import carray, njit
 
     rounded_row, array, address_of = round_loop(), array_at(), pointer()
@@ -309,7 +309,7 @@ def _round_rows_loop() -> Any:
 
 @cache
 def part_loops() -> tuple[int, int, int]:
-    """Compile a single product, and the parts before and after attention; return addresses."""
+    """Compile a product, and the parts before and after attention; return their addresses."""
     multiply, before, behind = (
         function_address(f"part {name}", partial(_compile_part, name))
         for name in ("multiply", "before", "behind")
@@ -325,7 +325,7 @@ def _compile_part(name: str) -> Any:
 
 @cache
 def _part_functions() -> dict[str, Any]:
-    """Return the functions of `part_loops`, to be compiled."""
+    """Return the uncompiled functions of `part_loops`, by name."""
     from numba import carray, njit
 
     round_rows, rounded_row, norm = _round_rows_loop(), round_loop(), _norm_loop()
@@ -342,7 +342,7 @@ def _part_functions() -> dict[str, Any]:
 
     @njit(nogil=True)
     def norm_and_round(table, row, values, normed, width):  # type: ignore[no-untyped-def]
-        """Normalize a row's values, in space of the thread, and round it."""
+        """Normalize a row into the thread's buffer, and round it."""
         digits, blocks = table[DIGITS], width // block
         numbers = array(table[CONSTANTS], 1, constants)[0]
         norm(values, array(table[NORM], 1, width)[0], numbers[EPSILON], normed)
@@ -362,7 +362,7 @@ def _part_functions() -> dict[str, Any]:
 
     @njit(nogil=True)
     def finish_head(side, weights, epsilon, dim, table, angles, row):  # type: ignore[no-untyped-def]
-        """Normalize a head, and rotate it."""
+        """Normalize and rotate a head, as far as the layer does so."""
         if weights != 0:
             norm(side, array(weights, 1, dim)[0], epsilon, side)
         if table[ANGLES] != 0:

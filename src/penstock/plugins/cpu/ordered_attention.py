@@ -1,8 +1,8 @@
 """Batch-invariant attention: results do not depend on the batch or on segment boundaries.
 
-Each row attends to blocks of its visible columns in order, by the same compiled loop: in any batch,
-in prefill and decode, from shared spans or from one buffer. In BLAS the order of summation depends
-on shapes; where activations are then rounded, a difference in the last bit grows.
+Each row attends to the blocks of its visible columns in order, with the same compiled loop in any
+batch, in prefill and decode, for shared spans and single buffers. In BLAS the order of summation
+depends on shapes, and rounding of activations would amplify a difference in the last bit.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from penstock.attention.span_attention import AttentionWindow
 from penstock.kv.columns import Side
 from penstock.kv.numpy_arrays import Floats, Integers
 from penstock.kv.segment import KVSpan, Segment
+from penstock.plugins.cpu.choice_jobs import CHOICE_WORDS, ChoiceTable, choice_job, query_factor
 from penstock.plugins.cpu.choice_loops import bytes_of, side_addresses
 from penstock.plugins.cpu.compiled_jobs import team
 from penstock.plugins.cpu.ordered_loops import (
@@ -29,31 +30,64 @@ from penstock.plugins.cpu.ordered_loops import (
     ordered_loop,
     space_floats,
 )
+from penstock.plugins.cpu.step_choices import ChoiceBuffers, StepChoice, step_choice
 
 NUMBER_BYTES = 4
-"""Place of the bytes of a number in `plain_addresses`."""
+"""Index in `plain_addresses` of the bytes per element."""
 
 
 @dataclass(frozen=True, slots=True)
 class OrderedReads:
-    """What a step's rows read."""
+    """Plan of what the rows of a step read."""
 
     spans: Integers
-    """(layers, spans, 6), see `AttendTable`, or (1, spans, 6) if all layers' are equal.
+    """Spans, (layers, spans, 6), or (1, spans, 6) if equal for all layers; see `AttendTable`.
 
-    A row's last span is its tail, or the tokens of a chunk, without addresses."""
+    A row's last span is its tail or the tokens of a chunk, without addresses."""
     firsts: Integers
     """Index of each row's first span, and the end."""
     positions: list[int]
     """Positions of all new tokens."""
     window: AttentionWindow
-    """Window of a layer, or none if its rows see everything."""
+    """Attention window of a layer; the default if its rows see all tokens."""
 
     def of_layers(self, layers: Sequence[int]) -> Integers:
-        """Return a copy of the spans of some layers, (n, spans, 6)."""
+        """Return a copy of the spans of layers, (n, spans, 6)."""
         if len(self.spans) == 1:
             return np.repeat(self.spans, len(layers), axis=0)
         return self.spans[list(layers)]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerChoice:
+    """Selection of the rows of a step in one layer that is computed by itself."""
+
+    choice: StepChoice
+    layer: int
+    queries: Floats
+    """Queries of the model, (rows, heads, key_dim)."""
+    dims: tuple[int, int]
+    """Sizes of a key and of a value."""
+    nbytes: int
+    """Bytes of a number of the keys and values."""
+    scale: float
+    """Scale of the scores."""
+
+    def run(self, attend: Integers) -> ChoiceBuffers:
+        """Select, and let the job of the table `attend` read what is selected.
+
+        Returns:
+            The buffers that this job reads; the caller keeps them until it has run.
+        """
+        table, factor = np.zeros(CHOICE_WORDS, np.int64), query_factor(self.dims[0], self.scale)
+        factors = np.array([factor])
+        table[ChoiceTable.MODEL_QUERIES] = self.queries.ctypes.data
+        table[ChoiceTable.STRIDE] = self.queries[0].size
+        table[ChoiceTable.FACTOR] = factors.ctypes.data
+        buffers = ChoiceBuffers.of(self.choice, int(attend[AttendTable.KV_HEADS]))
+        buffers.set_table(table, self.choice, self.layer, attend, self.dims, self.nbytes)
+        team().run(choice_job(self.dims[0]), table)
+        return buffers
 
 
 class _Order(threading.local):
@@ -65,7 +99,7 @@ _order = _Order()
 
 @contextmanager
 def in_order() -> Iterator[None]:
-    """Make the CPU backend attend in order in this thread, in a `with` block."""
+    """Make the CPU back end use ordered attention in this thread, in a `with` block."""
     _order.kept = True
     try:
         yield
@@ -74,7 +108,7 @@ def in_order() -> Iterator[None]:
 
 
 def keeps_order() -> bool:
-    """Return whether attention keeps a fixed order."""
+    """Return whether the calling thread is in an `in_order` block."""
     return _order.kept
 
 
@@ -89,15 +123,15 @@ def attend_buffer(
     window: AttentionWindow = AttentionWindow(),  # noqa: B008
     soft_cap: float = 0.0,
 ) -> mx.array | None:
-    """Attend causally to one buffer; None if its numbers are not read in order, see `bytes_of`.
+    """Attend causally to one buffer; None if the dtype is not supported, see `bytes_of`.
 
     Args:
         queries: (b, heads, n, d), of the last n columns.
         keys: (b, kv_heads, m, d).
         values: (b, kv_heads, m, value_dim).
         scale: scale of the scores.
-        first: position of the first column behind the `kept` ones.
-        kept: number of columns of the positions from 0 on, in front of the others.
+        first: position of the first column after the `kept` ones.
+        kept: number of first columns, which have the positions from 0 on.
         window: attention window.
         soft_cap: logit soft-capping; 0 for none.
     """
@@ -127,32 +161,46 @@ def attend_buffer(
 def attend_step(
     step: DecodeStep, layer: int, window: AttentionWindow, queries: mx.array, scale: float
 ) -> mx.array | None:
-    """Attend like `AttentionBackend.decode`; None with selective attention or dropped tokens."""
-    plan = None if queries.dtype != mx.float32 else step_plan(step, layer, window)
-    if plan is None:
+    """Attend like `AttentionBackend.decode`; None if the layer is not read in order."""
+    planned = None if queries.dtype != mx.float32 else step_plan(step, layer, window)
+    if planned is None:
         return None
+    plan, choice = planned
     rows = _rows(queries, scale)
     mx.eval(step.tails.layer(layer))
-    return _as_queries(_attend_tails(step, layer, plan, rows, _tails(step, layer)), queries)
+    tails = _tails(step, layer)
+    chosen = None
+    if choice is not None:
+        dims = tails[0].shape[-1], tails[1].shape[-1]
+        chosen = LayerChoice(choice, layer, _rows(queries, 1.0), dims, tails[0].itemsize, scale)
+    return _as_queries(_attend_tails(step, layer, plan, rows, tails, chosen), queries)
 
 
-def step_plan(step: DecodeStep, layer: int, window: AttentionWindow) -> OrderedReads | None:
-    """Return the plan of a layer's ordered reads; None if it is not read in order."""
-    if step.choosing(layer, window) or step.has_apart(layer):
-        return None
-    nbytes = bytes_of(step.tails.layer(layer))
+def step_plan(
+    step: DecodeStep, layer: int, window: AttentionWindow
+) -> tuple[OrderedReads, StepChoice | None] | None:
+    """Return the plan of a layer's ordered reads, and what is selected of it.
+
+    None if the layer is not read in order; no choice if all tokens are read.
+    """
+    nbytes = 0 if step.has_apart(layer) else bytes_of(step.tails.layer(layer))
     if not nbytes:
         return None
     if step_plan not in step.kernel_plans:
         rows = [(row.parts, row.position, row.tail) for row in step.rows]
         step.kernel_plans[step_plan] = _plan(rows, step.width, nbytes)
-    return _within(step.kernel_plans[step_plan], window)
+    plan = _within(step.kernel_plans[step_plan], window)
+    if plan is None or not step.choosing(layer, window):
+        return None if plan is None else (plan, None)
+    choice = step_choice(step, layer, window, plan.firsts)
+    # Beside rows that select, others may see only a window.
+    return None if choice is None or plan.window != AttentionWindow() else (plan, choice)
 
 
 def chunk_plan(reads: ChunkReads, tokens: int, window: AttentionWindow) -> OrderedReads | None:
-    """Return the plan of a layer's ordered reads in a prefill chunk of `tokens` tokens.
+    """Return a layer's reads in a prefill chunk of `tokens` tokens.
 
-    None if the layer is not read in order, or the chunk is read for calibration.
+    Returns None if ordered attention cannot read the layer, or during calibration.
     """
     if reads.squares is not None or reads.chooses(window, tokens):
         return None
@@ -163,16 +211,16 @@ def chunk_plan(reads: ChunkReads, tokens: int, window: AttentionWindow) -> Order
 
 
 def _within(plan: OrderedReads | None, window: AttentionWindow) -> OrderedReads | None:
-    """Return a plan with the window of a layer; None if there is none."""
+    """Return a plan with the window of a layer; None for None."""
     if plan is None or window.sees_all(max(plan.positions)):
         return plan
     return replace(plan, window=window)
 
 
 def tail_addresses(step: DecodeStep, layer: int) -> list[list[int]]:
-    """Return where the keys and the values of all tails are, (2, 4).
+    """Return the layout of the buffers of all tails' keys and values, (2, 4).
 
-    Address of the first slot's first token, bytes between slots, between heads, and between tokens.
+    A row is the address, and the bytes between slots, between heads, and between tokens.
     """
     sides = _tails(step, layer)
     return [[side.__array_interface__["data"][0], *side.strides[:3]] for side in sides]
@@ -184,9 +232,14 @@ def _tails(step: DecodeStep, layer: int) -> list[Floats]:
 
 
 def _attend_tails(
-    step: DecodeStep, layer: int, plan: OrderedReads, rows: Floats, tails: Sequence[Floats]
+    step: DecodeStep,
+    layer: int,
+    plan: OrderedReads,
+    rows: Floats,
+    tails: Sequence[Floats],
+    choice: LayerChoice | None,
 ) -> Floats:
-    """Attend with scaled query rows to their spans and tails."""
+    """Attend to spans and tails with scaled queries."""
     spans = plan.of_layers([layer])[0]
     spans[plan.firsts[1:] - 1, :4] = [
         [*side_addresses(tails[0][row.slot]), *side_addresses(tails[1][row.slot])]
@@ -195,24 +248,24 @@ def _attend_tails(
     seen, dim = seen_columns(plan.positions, plan.window), tails[1].shape[-1]
     loop = ordered_loop(tails[0].shape[-1], dim, nbytes=tails[0].itemsize)
     heads, kept = tails[0].shape[1], plan.window.keep
-    return _attend(rows, heads, spans, plan.firsts, seen, kept, step.width, dim, loop)
+    return _attend(rows, heads, spans, plan.firsts, seen, kept, step.width, dim, loop, choice)
 
 
 def seen_columns(positions: Sequence[int], window: AttentionWindow) -> Integers:
-    """Return the columns visible from these positions, (n, 2): first and end."""
+    """Return the first and the end of the columns visible from positions, (n, 2)."""
     return np.array([(window.starts_at(position), position + 1) for position in positions])
 
 
 def _plan(
     rows: Sequence[tuple[Sequence[KVSpan], int, int]], width: int, nbytes: int
 ) -> OrderedReads | None:
-    """Return what rows read without a window; None if a span is coded, spilled or incomplete.
+    """Plan reads without a window; None if a span is compressed, spilled or incomplete.
 
     Args:
-        rows: spans of each row, position of its first new token, and number of tokens between the
-            spans and it.
+        rows: spans of each row, position of its first new token, and number of tokens of its tail
+            before that.
         width: number of new tokens per row.
-        nbytes: bytes of a number of the keys and values.
+        nbytes: bytes of an element of the keys and values.
     """
     spans: list[Integers] = []
     firsts: list[int] = [0]
@@ -234,10 +287,10 @@ def _plan(
 
 
 def plain_addresses(segment: Segment) -> Integers:
-    """Return where each layer's uncoded keys and values are, (layers, 5).
+    """Return the addresses of each layer's uncompressed keys and values, (layers, 5).
 
-    Address of the first key, bytes between heads, the same of the values, and bytes of a number; 0
-    for what is not read in order. Valid as long as the segment.
+    A row is the address of the first key and the bytes between heads, both for values, and the
+    bytes per element; zeros if not readable. The addresses are valid while the segment exists.
     """
     return np.array([_plain_layer(*layer) for layer in segment.layers], np.int64).reshape(-1, 5)
 
@@ -263,7 +316,7 @@ def _as_queries(mixed: Floats, queries: mx.array) -> mx.array:
 
 
 def _with_whole_heads(side: Floats) -> Floats:
-    """Return (b, heads, m, d) with contiguous heads, copied if needed."""
+    """Return (b, heads, m, d) with each head contiguous, copied if needed."""
     gapless = (side.shape[-1] * side.itemsize, side.itemsize)
     return side if side.strides[-2:] == gapless else np.ascontiguousarray(side)
 
@@ -278,8 +331,9 @@ def _attend(
     width: int,
     value_dim: int,
     loop: int,
+    choice: LayerChoice | None = None,
 ) -> Floats:
-    """Run the loop on all threads; arrays are contiguous."""
+    """Run a loop on all threads; arrays must be contiguous."""
     rows, heads, dim = queries.shape
     threads = team()
     mixed = np.empty((rows, heads, value_dim), np.float32)
@@ -289,5 +343,7 @@ def _attend(
     table[AttendTable.HEADS], table[AttendTable.KV_HEADS] = heads, kv_heads
     table[AttendTable.SEEN], table[AttendTable.KEPT] = seen.ctypes.data, kept
     table[AttendTable.MIXED], table[AttendTable.SPACE] = mixed.ctypes.data, space.ctypes.data
+    buffers = None if choice is None else choice.run(table)
     threads.run(loop, table)
+    del buffers  # whose addresses are in the table
     return mixed

@@ -28,56 +28,56 @@ from penstock.plugins.cpu.compiled_cache import function_address
 from penstock.plugins.cpu.compiled_jobs import barrier, table_at
 
 QUERIES_OF_ITEM = 32
-"""Queries that read a block one after the other, while it is in the processor's cache."""
+"""Maximum number of queries of an item, which read a block while it is in the CPU cache."""
 BLOCKS_OF_WAVE = 16
-"""Blocks whose states are in memory at once, where threads divide a query's blocks."""
+"""Number of blocks whose states are in memory at once, if threads divide a query's blocks."""
 SEEN_FLOATS = 4 * QUERIES_OF_ITEM
-"""Size of the visible columns of an item's queries, 64-bit integers, in a thread's space."""
+"""Size in floats of a thread's buffer for the visible columns of an item's queries, int64."""
 ITEMS_OF_THREAD = 4
-"""Fewest items of a thread; if there are fewer, threads divide the blocks of each."""
+"""Maximum number of items per thread for which threads divide the blocks of each item."""
 
 
 class AttendTable(IntEnum):
-    """Entries of the table of an attention job; addresses are of contiguous arrays."""
+    """Table entries of an attention job; addresses are of contiguous arrays."""
 
     THREADS = 0
     BARRIER = 1
     YIELD = 2
     QUERIES = 3
-    """(rows, heads, key_dim) float32, already scaled."""
+    """Scaled queries, (rows, heads, key_dim) float32."""
     ROWS = 4
     HEADS = 5
     KV_HEADS = 6
     SPANS = 7
-    """(spans, 6): address of the first key, bytes between heads, the same of the values, number
-    of tokens, and the first token's column."""
+    """Spans, (spans, 6): address of the first key, bytes between heads, both for values, number of
+    tokens, and column of the first token."""
     SPAN_COUNT = 8
     FIRSTS = 9
-    """(sequences + 1,): the index of each sequence's first span, and the end."""
+    """Index of each sequence's first span, and the end, (sequences + 1,)."""
     SEQUENCES = 10
     SEEN = 11
-    """(rows, 2): visible columns of each row, first and end."""
+    """First and end of the visible columns of each row, (rows, 2)."""
     WIDTH = 12
-    """Rows per sequence."""
+    """Number of rows per sequence."""
     MIXED = 13
-    """(rows, heads, value_dim) float32: the result."""
+    """Result, (rows, heads, value_dim) float32."""
     SPACE = 14
-    """Space for `space_floats` float32."""
+    """Buffer of `space_floats` float32."""
     KEPT = 15
-    """Number of first columns that every row sees."""
+    """Number of first columns that are visible to all rows in addition."""
 
 
 ATTEND_WORDS = len(AttendTable)
 
 
 def attend_tables(spans: Integers, firsts: Integers, rows: int, width: int) -> Integers:
-    """Return a table for each layer, (layers, words), with what they share and their spans.
+    """Return the tables of an attention job of each layer, (layers, words), not yet complete.
 
     Args:
-        spans: spans of each layer, (layers, spans, 6); kept alive by the caller, like `firsts`.
-        firsts: index of each sequence's first span, and the end.
+        spans: spans of each layer, (layers, spans, 6), which the caller must keep alive.
+        firsts: index of each sequence's first span, and the end; must be kept alive, too.
         rows: number of rows.
-        width: rows per sequence.
+        width: number of rows per sequence.
     """
     tables = np.zeros((len(spans), ATTEND_WORDS), np.int64)
     tables[:, AttendTable.ROWS] = rows
@@ -90,7 +90,7 @@ def attend_tables(spans: Integers, firsts: Integers, rows: int, width: int) -> I
 
 
 def space_floats(key_dim: int, value_dim: int, threads: int) -> int:
-    """Return the float32 numbers of working memory of a job."""
+    """Return the number of floats of working memory of a job."""
     state = QUERIES * state_floats(value_dim)
     groups = QUERIES_OF_ITEM // QUERIES
     of_thread = groups * (QUERIES * padded(key_dim) + state) + QUERIES * BLOCK_TOKENS + state
@@ -103,13 +103,13 @@ def space_floats(key_dim: int, value_dim: int, threads: int) -> int:
 def ordered_loop(
     key_dim: int, value_dim: int, soft_cap: float = 0.0, nbytes: int = FLOAT_BYTES
 ) -> int:
-    """Compile attention for keys and values of these sizes; return the job's address.
+    """Compile attention for the given sizes and return the job's address.
 
     Args:
         key_dim: size of a key.
         value_dim: size of a value.
         soft_cap: logit soft-capping, soft_cap x tanh(score / soft_cap); 0 for none.
-        nbytes: bytes of a number: 4 of float32; 2 of float16, for whole vectors, see `LANES`.
+        nbytes: bytes of an element: 4 for float32; 2 for float16, for sizes divisible by `LANES`.
     """
     return function_address(
         f"attend {key_dim} {value_dim} {soft_cap} {nbytes}",
@@ -132,7 +132,7 @@ def _compile_ordered(key_dim: int, value_dim: int, soft_cap: float, nbytes: int)
     (THREADS, _, _, OF_QUERIES, ROWS, HEADS, KV_HEADS, SPANS, SPAN_COUNT, FIRSTS, SEQUENCES, SEEN,
      WIDTH, MIXED, SPACE, KEPT) = map(int, AttendTable)  # fmt: skip
 
-    # Methods of arrays, and assignments of one to another, would need Numba at run time.
+    # Array methods and assignments between arrays would need Numba at run time.
     @njit(nogil=True)
     def first_seen(seen):  # type: ignore[no-untyped-def]
         column = seen[0, 0]
@@ -149,14 +149,14 @@ def _compile_ordered(key_dim: int, value_dim: int, soft_cap: float, nbytes: int)
 
     @njit(nogil=True)
     def clear(state, queries):  # type: ignore[no-untyped-def]
-        """Empty the states of some queries."""
+        """Reset the states of queries."""
         numbers = carray(address_of(state), (queries, state_width), np.float32)
         numbers[:] = 0
         numbers[:, maximum] = nothing
 
     @njit(nogil=True)
     def attend_block(queries, seen, kept, spans, span, end, key_head, block, weights, state):  # type: ignore[no-untyped-def]
-        """Write four queries' states of a block; `state` is empty before.
+        """Compute the states of four queries for a block; `state` must be reset.
 
         Return the span from which to search for the next block.
         """
@@ -194,7 +194,7 @@ def _compile_ordered(key_dim: int, value_dim: int, soft_cap: float, nbytes: int)
 
     @njit(nogil=True)
     def take_queries(table, sequence, key_head, first, count, copied, seen):  # type: ignore[no-untyped-def]
-        """Copy queries of a key head, and their visible columns; the last one fills the rest."""
+        """Copy queries of a KV head and their visible columns, repeating the last query."""
         rows, heads, width = table[ROWS], table[HEADS], table[WIDTH]
         queries = carray(address_of(table[OF_QUERIES]), (rows, heads, key_dim), np.float32)
         columns = carray(address_of(table[SEEN]), (rows, 2), np.int64)
@@ -212,7 +212,7 @@ def _compile_ordered(key_dim: int, value_dim: int, soft_cap: float, nbytes: int)
 
     @njit(nogil=True)
     def write(table, sequence, key_head, first, count, state):  # type: ignore[no-untyped-def]
-        """Write the mixed values of some queries to the result."""
+        """Write the normalized results of queries."""
         rows, heads, width = table[ROWS], table[HEADS], table[WIDTH]
         mixed = carray(address_of(table[MIXED]), (rows, heads, value_dim), np.float32)
         states = carray(address_of(state), (count, state_width), np.float32)
@@ -226,7 +226,7 @@ def _compile_ordered(key_dim: int, value_dim: int, soft_cap: float, nbytes: int)
 
     @njit(nogil=True)
     def sees_nothing(seen, kept, block):  # type: ignore[no-untyped-def]
-        """Return whether queries see no column of a block."""
+        """Return whether no column of a block is visible to the queries."""
         column = block * block_tokens
         if last_seen(seen) <= column:
             return True
@@ -234,7 +234,7 @@ def _compile_ordered(key_dim: int, value_dim: int, soft_cap: float, nbytes: int)
 
     @njit(nogil=True)
     def attend_item(table, spans, firsts, item, space, seen):  # type: ignore[no-untyped-def]
-        """Attend with up to `QUERIES_OF_ITEM` queries of a sequence and key head."""
+        """Attend with up to `QUERIES_OF_ITEM` queries of a sequence and KV head."""
         kv_heads = table[KV_HEADS]
         queries = table[WIDTH] * (table[HEADS] // kv_heads)
         items = (queries + most_queries - 1) // most_queries
@@ -271,7 +271,7 @@ def _compile_ordered(key_dim: int, value_dim: int, soft_cap: float, nbytes: int)
 
     @njit(nogil=True)
     def attend_divided(table, address, spans, firsts, units, space, shared, seen):  # type: ignore[no-untyped-def]
-        """Attend with few queries: threads divide the blocks of each."""
+        """Attend with few queries, whose blocks are divided between threads."""
         thread_count, kv_heads = table[THREADS], table[KV_HEADS]
         thread = seen[0, 0]
         queries = table[WIDTH] * (table[HEADS] // kv_heads)

@@ -1,4 +1,4 @@
-"""Experts with packed weights: each multiplies the rows that the router sends to it."""
+"""Mixture-of-experts layers with packed weights."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from penstock.plugins.cpu.packed_products import (
 )
 
 EXPERTS = "mlx_lm.models.switch_layers.QuantizedSwitchLinear"
-"""MLX's class of the linear layers of all experts."""
+"""Qualified name of mlx-lm's class for the linear layers of all experts."""
 MOST_EXPERTS = 8
-"""Assumed maximum of experts that a token goes through."""
+"""Assumed maximum number of experts per token."""
 
 
 def are_experts(module: nn.Module) -> bool:
-    """Return whether a module has the linear layers of experts, with codes that can be packed."""
+    """Return whether a module is the linear layers of experts and can be packed."""
     name = f"{type(module).__module__}.{type(module).__name__}"
     return name == EXPERTS and can_multiply(module, dimensions=3)
 
 
 def packed_experts(module: nn.Module, *, exact: bool) -> PackedExperts:
-    """Return the packed replacement of a module for which `are_experts` holds."""
+    """Return a packed replacement of a module for which `are_experts` is true."""
     experts = range(len(module.weight))
     matrices = [packed_matrix(module, expert) for expert in experts]
     biases = [padded_bias(module.bias[x]) if "bias" in module else None for x in experts]
-    return PackedExperts([x for x in matrices if x is not None], biases, exact=exact)
+    return PackedExperts(matrices, biases, exact=exact)
 
 
 class PackedExperts(PackedModule):
-    """Linear layers of experts with quantized weights, computed when called."""
+    """Linear layers of experts with packed weights, computed immediately."""
 
     def __init__(
         self, matrices: list[PackedMatrix], biases: list[Floats | None], *, exact: bool
@@ -57,8 +57,8 @@ class PackedExperts(PackedModule):
 
         Args:
             x: (..., rows, n), whose leading axes are broadcast to those of `indices`.
-            indices: the expert of each of these, (...).
-            sorted_indices: whether they are in order, which makes no difference.
+            indices: index of the expert for each element of the leading axes, (...).
+            sorted_indices: ignored; for compatibility with mlx-lm's class.
         """
         experts = np.asarray(indices)
         rows: Floats = np.asarray(x.astype(mx.float32))

@@ -1,13 +1,13 @@
-"""Decoder layers over quantized weights as two compiled parts, before and after attention.
+"""Decoder layers with quantized weights as two compiled parts, before and after attention.
 
-mlx-lm's layers are recognized by their class and computed like its code does. The first part ends
-with rotated queries and keys; the cache and attention run between the parts.
+mlx-lm's layers are recognized by class, and computed as its code computes them. The first part
+ends with the rotated queries and keys; the cache and attention run between the parts.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -26,6 +26,7 @@ from penstock.plugins.cpu.packed_products import (
     Job,
     PackedMatrix,
     PackedModule,
+    can_multiply,
     packed_matrix,
     padded_bias,
     rows_address,
@@ -38,18 +39,20 @@ from penstock.plugins.cpu.tile_products import TILE_ROWS
 ATTENTION = "scaled_dot_product_attention"
 O_PROJ, DOWN = "o_proj", "down_proj"
 NORMS = ("q_norm", "k_norm")
+FUSED_BEFORE, FUSED_RAISING = "qkv_proj", "gate_up_proj"
+CODES = ("weight", "scales", "biases")
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderForm:
-    """Structure of mlx-lm's decoder layers of a class."""
+    """Structure of a class of mlx-lm's decoder layers."""
 
     before: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    """Linear layers before attention; a single name is a fused layer."""
+    """Names of the linear layers before attention; a single name is a fused layer."""
     raising: tuple[str, ...] = ("gate_proj", "up_proj")
-    """Linear layers of gate and up projection; a single name is a fused layer."""
+    """Names of the gate and up projections; a single name is a fused layer."""
     activation: str = "silu"
-    """Activation of the gate: `silu`, or approximate `gelu`."""
+    """Activation of the gate: `silu` or `gelu` (approximated)."""
     mlp_norm: str = "post_attention_layernorm"
     """Norm before the MLP."""
     mixed_norm: str | None = None
@@ -73,12 +76,12 @@ FORMS = {
     "mlx_lm.models.qwen3.TransformerBlock": DecoderForm(),
     "mlx_lm.models.granite.TransformerBlock": DecoderForm(),
     "mlx_lm.models.phi3.TransformerBlock": DecoderForm(
-        before=("qkv_proj",), raising=("gate_up_proj",)
+        before=(FUSED_BEFORE,), raising=(FUSED_RAISING,)
     ),
     "mlx_lm.models.gemma2.TransformerBlock": GEMMA,
     "mlx_lm.models.gemma3_text.TransformerBlock": GEMMA,
 }
-"""Structures of layers, by class."""
+"""Structures of supported layers, by qualified class name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +92,9 @@ class PackedProjection:
     bias: Floats | None
 
     @classmethod
-    def of(cls, module: nn.Module, rows: slice) -> PackedProjection | None:
-        """Return some rows of an MLX module; None if they cannot be packed."""
-        matrix = packed_matrix(module, rows)
-        if matrix is None:
-            return None
-        bias = module.get("bias")
+    def of(cls, module: nn.Module, rows: slice) -> PackedProjection:
+        """Pack some rows of an MLX module, for which `can_multiply` must be true."""
+        matrix, bias = packed_matrix(module, rows), module.get("bias")
         return cls(matrix, None if bias is None else padded_bias(bias[rows]))
 
 
@@ -103,40 +103,48 @@ def form_of(module: nn.Module) -> DecoderForm | None:
     return FORMS.get(f"{type(module).__module__}.{type(module).__name__}")
 
 
-def packed_layer(layer: nn.Module, *, exact: bool) -> PackedDecoderLayer | None:
-    """Return the packed replacement of a decoder layer; None if unknown or not quantized.
+def packed_layer(
+    layer: nn.Module, *, exact: bool, read: Callable[[str], None]
+) -> PackedDecoderLayer | None:
+    """Return a packed replacement of a decoder layer; None if it is unknown or not quantized.
 
-    It takes over the layer's attention, without the weights.
+    The replacement takes the layer's attention module, and the weights are removed one by one.
+
+    Args:
+        layer: layer of mlx-lm.
+        exact: whether activations have 24 bits, not 16.
+        read: see `WeightPacker`; takes names within the layer.
     """
     form = form_of(layer)
     if form is None:
         return None
     attention, mlp = layer.self_attn, layer.mlp
     heads, kv_heads = attention.n_heads, attention.n_kv_heads
-    before = _rows_of_parts([attention[name] for name in form.before], (heads, kv_heads, kv_heads))
-    behind = [(attention[O_PROJ], slice(None))]
-    behind += _rows_of_parts([mlp[name] for name in form.raising], (1, 1))
-    behind.append((mlp[DOWN], slice(None)))
+    linears = {f"self_attn.{name}": attention[name] for name in (*form.before, O_PROJ)}
+    linears |= {f"mlp.{name}": mlp[name] for name in (*form.raising, DOWN)}
+    if not all(map(can_multiply, linears.values())):
+        return None
+    fused = {FUSED_BEFORE: (heads, kv_heads, kv_heads), FUSED_RAISING: (1, 1)}
     projections = []
-    for module, rows in (*before, *behind):
-        projection = PackedProjection.of(module, rows)
-        if projection is None:
-            return None
-        projections.append(projection)
+    for name, module in linears.items():
+        read(name)
+        parts = _rows_of_parts(module, fused.get(name.rpartition(".")[2], (1,)))
+        projections += [PackedProjection.of(module, rows) for rows in parts]
+        for key in CODES:
+            module.pop(key, None)
     return PackedDecoderLayer(layer, form, projections, exact=exact)
 
 
-def _rows_of_parts(modules: Sequence[Any], sizes: Sequence[int]) -> list[tuple[Any, slice]]:
-    """Return the module and the rows of each part; a fused layer has parts of these sizes."""
-    if len(modules) > 1:
-        return [(module, slice(None)) for module in modules]
-    (module,) = modules
+def _rows_of_parts(module: Any, sizes: Sequence[int]) -> list[slice]:
+    """Return the rows of each part of a layer, split in proportion to `sizes`."""
+    if len(sizes) == 1:
+        return [slice(None)]
     ends = [0, *np.cumsum(sizes) * (len(module.weight) // sum(sizes))]
-    return [(module, slice(int(i), int(j))) for i, j in pairwise(ends)]
+    return [slice(int(i), int(j)) for i, j in pairwise(ends)]
 
 
 class PackedDecoderLayer(PackedModule):
-    """Decoder layer whose parts before and after attention are computed when called."""
+    """Decoder layer computed by compiled code, immediately, unlike MLX's lazy arrays."""
 
     def __init__(
         self,
@@ -146,13 +154,13 @@ class PackedDecoderLayer(PackedModule):
         *,
         exact: bool,
     ) -> None:
-        """Take over the layer.
+        """Replace a layer, whose attention module loses its weights.
 
         Args:
-            layer: layer of mlx-lm.
+            layer: decoder layer of mlx-lm.
             form: structure of the layer.
-            projections: queries, keys, values, output of attention, gate, up, and down.
-            exact: whether activations have 24 bits, not 16.
+            projections: weights of queries, keys, values, attention output, gate, up and down.
+            exact: whether activations have 24 bits instead of 16.
         """
         attention = layer.self_attn
         rotation = RotaryPositions.of(attention.rope)
@@ -163,7 +171,7 @@ class PackedDecoderLayer(PackedModule):
             vectors=parts.vectors,
             settings=(form, parts.constants.tolist()),
         )
-        for name, value in vars(layer).items():  # such as `use_sliding`, which the model reads
+        for name, value in vars(layer).items():  # the model may read them, such as `use_sliding`
             if not name.startswith("_"):
                 setattr(self, name, value)
         self._attention_module = sys.modules[type(attention).__module__]
@@ -199,23 +207,23 @@ class PackedDecoderLayer(PackedModule):
             queries, keys = (self.self_attn.rope(side, offset=offset) for side in (queries, keys))
         if cache is not None:
             keys, values = cache.update_and_fetch(keys, values)
-            if getattr(cache, "last", False):  # nothing behind is read
+            if getattr(cache, "last", False):  # the output is not read
                 return x
         mixed = rows_of(self._attend(queries, keys, values, mask, cache).transpose(0, 2, 1, 3))
         return mx.array(self._parts.behind(mixed, rows)).reshape(x.shape)
 
     @property
     def parts(self) -> LayerParts:
-        """The compiled parts of the layer."""
+        """The compiled code before and after attention, for computing several layers at once."""
         return self._parts
 
     @property
     def attends_together(self) -> bool:
-        """Whether a step can be computed together with other layers."""
+        """Whether the layer can be computed in one job with other layers."""
         return self._parts.rotation is not None and not self._soft_cap
 
     def join(self, together: LayersTogether, place: int) -> None:
-        """Compute steps together with other layers; this is the `place`-th."""
+        """Compute steps in one job with other layers; this one is at index `place`."""
         self._together = together, place
 
     def _attend(self, queries: mx.array, keys: Any, values: Any, mask: Any, cache: Any) -> mx.array:
@@ -223,14 +231,14 @@ class PackedDecoderLayer(PackedModule):
         scale, soft_cap = self.self_attn.scale, self._soft_cap
         mixed: mx.array | None = None
         if isinstance(keys, mx.array) and not isinstance(cache, Reads):
-            if hasattr(cache, "attend") and not soft_cap:  # it may read a part
+            if hasattr(cache, "attend") and not soft_cap:  # the cache may read only a part
                 mixed = cache.attend(queries, keys, values, scale, mask)
             if mixed is None and _is_causal(mask, queries.shape[2], keys.shape[2]):
                 mixed = attend_buffer(queries, keys, values, scale, soft_cap=soft_cap)
             if mixed is None and soft_cap:
                 return _attend_capped(queries, keys, values, scale, mask, soft_cap)
         if mixed is None:
-            # The name as it is bound now, by `layer_seams.attach`, too.
+            # Looked up on each call, because `layer_seams.attach` replaces it.
             attend = getattr(self._attention_module, ATTENTION)
             with in_order():
                 mixed = attend(queries, keys, values, cache=cache, scale=scale, mask=mask)
@@ -238,7 +246,7 @@ class PackedDecoderLayer(PackedModule):
 
 
 def compute_together(layers: Sequence[PackedDecoderLayer]) -> None:
-    """Let layers, which a model calls in turn, compute a step or a prefill chunk in one job."""
+    """Let the layers of a model compute a decode step or prefill chunk in one job."""
     share_angles([layer.parts for layer in layers])
     together = LayersTogether(
         [layer.parts for layer in layers], [layer.self_attn.scale for layer in layers]
@@ -276,7 +284,7 @@ def _attend_capped(
 
 
 class LayerParts:
-    """The two compiled parts of a decoder layer."""
+    """Compiled code of a decoder layer before and after attention."""
 
     def __init__(
         self,
@@ -287,7 +295,7 @@ class LayerParts:
         *,
         exact: bool,
     ) -> None:
-        """See `PackedDecoderLayer`; without a `rotation`, queries and keys are not rotated."""
+        """Prepare the jobs; arguments as for `PackedDecoderLayer`, `rotation` None for no RoPE."""
         attention = layer.self_attn
         digits = EXACT if exact else ROUNDED
         self._projections = projections
@@ -307,7 +315,7 @@ class LayerParts:
         self.vectors: dict[str, Floats | None] = {
             f"bias {number}": projection.bias for number, projection in enumerate(projections)
         }
-        """Biases, and the norms' weights as they are multiplied, by name; None if missing."""
+        """Biases, and the factors of norms, by name; None if missing."""
         shared = {PartTable.WIDTH: self.width, PartTable.CONSTANTS: self.constants.ctypes.data}
         one = int(form.from_one)
         linears = [x.matrix.linear(digits, x.bias) for x in projections]
@@ -342,11 +350,11 @@ class LayerParts:
         )  # fmt: skip
 
     def before(self, x: Floats, angles: Floats | None) -> list[Floats]:
-        """Return queries, keys and values (n, heads, dim) of rows (n, width).
+        """Return the queries, keys and values, (n, heads, dim) each.
 
         Args:
-            x: the layer's input.
-            angles: cosines and sines of the rows' positions, (2, n, 1, pairs); None to rotate none.
+            x: the layer's input, (n, width).
+            angles: cosines and sines of the rows' positions, (2, n, 1, pairs); None for no RoPE.
         """
         n = len(x)
         result = np.empty((n, sum(self.widths)), np.float32)
@@ -382,7 +390,7 @@ class LayerParts:
         return result
 
     def _norm(self, name: str, norm: Any, one: int) -> int:
-        """Keep a norm's weights, to which `one` is added; return their address, 0 without any."""
+        """Store a norm's weights plus `one`; return their address, 0 if there is no norm."""
         if norm is None:
             return 0
         weights = np.asarray(norm.weight.astype(mx.float32)) + np.float32(one)

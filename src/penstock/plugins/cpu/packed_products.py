@@ -1,11 +1,11 @@
 """Products with packed weights of 4, 5, 6 or 8 bits, by compiled loops over tiles.
 
-Affine codes stay as they are: value = scale x code + offset, with a scale and an offset for a group
-of columns. Floats of 4 bits (mxfp4) are looked up in a table, and then are such codes. Activations
-are rounded in blocks of 32, to 16 bits (`packed`) or 24 (`packed-exact`, as near as float32
-itself), in digits of 8 bits, which the processor multiplies with codes exactly. A product is that
-of the codes times the scale, plus the sum of the rounded block times the offset. A row's result
-does not depend on other rows, nor on the processor; see `tile_products`.
+Affine codes are not converted: value = scale x code + offset, with a scale and an offset per group
+of columns. Floats of 4 bits (mxfp4) are converted to such codes by a table. Activations are rounded
+in blocks of 32, to 16 bits (`packed`) or 24 (`packed-exact`, as accurate as float32), in digits of
+8 bits, whose products with codes are exact. A product is the integer product times the scale, plus
+the sum of the rounded block times the offset. The result of a row depends neither on other rows nor
+on the processor; see `tile_products`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from penstock.memory.sizes import packed_matrix_bytes
 from penstock.models.layer_seams import read_rows, skips_logits
 from penstock.plugins.cpu.compiled_jobs import team
 from penstock.plugins.cpu.layer_loops import PART_WORDS, PartTable, part_loops
+from penstock.plugins.cpu.pack_loop import PACK_WORDS, PackTable, pack_loop
 from penstock.plugins.cpu.tile_products import (
     BLOCK,
     FLOAT4_CODES,
@@ -40,34 +41,33 @@ Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 ROUNDED, EXACT = 2, 3
-"""Digits of 8 bits of an activation, in `packed` and in `packed-exact`."""
+"""Number of 8-bit digits of an activation, in `packed` and in `packed-exact`."""
 GROUPS = (32, 64, 128, 256)
-"""Numbers of columns that may share a scale."""
+"""Supported numbers of columns that share a scale."""
 WIDER = {2: 4, 3: 4, 4: 4, 5: 5, 6: 6, 8: 8}
-"""Stored width of codes, by bits."""
+"""Bits in which codes are stored, by bits of the model's codes."""
 FLOAT4_MODE = "mxfp4"
-"""MLX's name of codes that are floats of 4 bits."""
+"""MLX's quantization mode with 4-bit floats."""
 FLOAT4_BIAS = 128
-"""Exponent that is stored for a scale of 1, one more than usual: codes count twice."""
+"""Exponent bias of scales: one more than MLX's, because `FLOAT4_CODES` are doubled."""
 ALIGNMENT = 64
 """Alignment of tiles, in bytes."""
 ACTIVATIONS = 2
-"""Number of products of a row alive at once."""
-TILES_TOGETHER = 256
-"""Number of tiles that are packed at a time."""
+"""Number of outputs of a layer in memory at once."""
+ROWS_TOGETHER = 4096
+"""Number of rows whose scales are compared at a time."""
 
 
 class PackedMatrix:
-    """Quantized matrix in tiles of 16 rows, as `multiply_loop` reads it.
+    """Quantized matrix in tiles of 16 rows, the layout that `multiply_loop` reads.
 
     Args:
-        codes: codes as bytes, (rows, groups, columns of a group); rows are padded with zeros.
+        codes: codes of the rows, which are padded with zeros to whole tiles.
         scales: scales, (rows, groups), float16 or float32.
-        offsets: offsets, (rows, groups), of the same dtype; not stored if they follow from a code
-            of zero.
-        bits: width of a stored code: 4, 5, 6 or 8.
-        zero: code of zero: offsets are -zero x scale; 0 to store them.
-        floats: whether codes are floats of 4 bits, which count as their `FLOAT4_CODES`.
+        offsets: offsets, (rows, groups), of the same dtype; not stored if `zero` is given.
+        bits: bits of a stored code: 4, 5, 6 or 8.
+        zero: code that represents 0, if all offsets are -zero x scale; 0 to store the offsets.
+        floats: whether codes are 4-bit floats, converted by `FLOAT4_CODES`.
     """
 
     def __init__(
@@ -90,34 +90,31 @@ class PackedMatrix:
         tiles = -(-self.rows // TILE_ROWS)
         record = block_bytes(bits, self.per_scale, self.scale_bytes, zero=zero)
         self.tiles: Array = _aligned(tiles * groups * record).reshape(tiles, groups, record)
-        """Shape (tiles, groups, bytes): scales, offsets if stored, and codes of a tile's
-        columns."""
-        for first in range(0, tiles, TILES_TOGETHER):
-            last = min(first + TILES_TOGETHER, tiles)
-            rows = slice(first * TILE_ROWS, min(last * TILE_ROWS, self.rows))
-            self._pack(first, last, codes[rows], scales[rows], offsets[rows])
+        """Scales, offsets if stored, and codes, (tiles, groups, bytes)."""
+        self._pack(codes, scales, offsets)
 
-    def _pack(self, first: int, last: int, codes: Array, scales: Array, offsets: Array) -> None:
-        """Write some tiles."""
-        count, groups = last - first, self.tiles.shape[1]
-        into, start = self.tiles[first:last], 0
-        for side in (scales,) if self.zero else (scales, offsets):
-            by_row: Array = _padded(side, count).reshape(count, TILE_ROWS, groups)
-            turned = np.ascontiguousarray(by_row.swapaxes(1, 2)).view(np.uint8)
-            into[..., start : start + turned.shape[-1]] = turned
-            start += turned.shape[-1]
-        shape = (count, TILE_ROWS, groups, self.per_scale)
-        by_tile: Array = _padded(codes, count)
-        if self.bits == 8:
-            fours = by_tile.reshape(*shape, 8, 4)
-        else:  # four columns in the low halves of bytes, the next four in the high
-            eights = by_tile.reshape(*shape, 4, 2, 4)
-            fours = eights[..., 0, :] & 15 | eights[..., 1, :] << 4
-        if self.bits in (5, 6):
-            more = self.bits - 4
-            high = by_tile.reshape(*shape, more, 8 // more, 4) >> 4 << _shifts(more)
-            fours = np.concatenate([fours, np.bitwise_or.reduce(high, axis=-2)], axis=-2)
-        into[..., start:] = fours.transpose(0, 2, 3, 4, 1, 5).reshape(count, groups, -1)
+    def _pack(self, codes: CodeRows, scales: Array, offsets: Array) -> None:
+        """Write the tiles, on all threads."""
+        words = np.ascontiguousarray(np.asarray(codes.weight))
+        scales, offsets = np.ascontiguousarray(scales), np.ascontiguousarray(offsets)
+        needed = (self.rows, self.columns * codes.bits // 32)
+        if words.shape != needed or words.dtype != np.uint32 or offsets.shape != scales.shape:
+            raise ValueError(f"need codes {needed} uint32, not {words.shape} {words.dtype}")
+        table = np.zeros(PACK_WORDS, np.int64)
+        entries = {
+            PackTable.CODES: words.ctypes.data,
+            PackTable.SCALES: scales.ctypes.data,
+            PackTable.OFFSETS: 0 if self.zero else offsets.ctypes.data,
+            PackTable.TILES: self.tiles.ctypes.data,
+            PackTable.ROWS: self.rows,
+            PackTable.GROUPS: self.tiles.shape[1],
+            PackTable.PER_SCALE: self.per_scale,
+            PackTable.BITS: codes.bits,
+            PackTable.STORED: self.bits,
+            PackTable.SCALE_BYTES: self.scale_bytes,
+        }
+        table[list(entries)] = list(entries.values())
+        team().run(pack_loop(), table)
 
     @cached_property
     def digest(self) -> str:
@@ -128,11 +125,11 @@ class PackedMatrix:
         return hashed.hexdigest()
 
     def linear(self, digits: int, bias: Floats | None = None) -> list[int]:
-        """Return the values of `LinearEntry`; the caller keeps the matrix and the bias alive.
+        """Return the values of `LinearEntry`, valid while the matrix and the bias exist.
 
         Args:
             digits: bytes of an activation.
-            bias: (tiles x 16,), of `padded_bias`; None without one.
+            bias: (tiles x 16,) from `padded_bias`, or None.
         """
         form = (self.bits, self.per_scale, self.scale_bytes, digits)
         function = multiply_loop(*form, floats=self.floats, zero=self.zero)
@@ -141,7 +138,7 @@ class PackedMatrix:
         return [function, self.tiles.ctypes.data, tiles, self.columns // BLOCK, bias_address]
 
     def rows_of(self, tokens: Integers) -> Floats:
-        """Return rows of the matrix as float32, (n, columns)."""
+        """Return the rows of tokens as float32, (n, columns)."""
         tile, lane = tokens // TILE_ROWS, tokens % TILE_ROWS
         rows: Floats = self._codes_of(tile, lane).astype(np.float32)
         size = TILE_ROWS * self.scale_bytes
@@ -155,12 +152,12 @@ class PackedMatrix:
 
     @property
     def _header_bytes(self) -> int:
-        """Bytes of the scales and offsets of a tile's columns."""
+        """Bytes of the scales and offsets at the start of a tile's group."""
         sides = 1 if self.zero else 2
         return sides * TILE_ROWS * int(self.scale_bytes)
 
     def _codes_of(self, tile: Integers, lane: Integers) -> Array:
-        """Return the codes of rows of tiles as bytes, (n, groups, columns of a group)."""
+        """Return the codes of rows of tiles, (n, groups, columns of a group) uint8."""
         tiles, groups, _ = self.tiles.shape
         words = self.tiles[..., self._header_bytes :].view(np.uint32)
         by_lane = words.reshape(tiles, groups, words.shape[2] // TILE_ROWS, TILE_ROWS)
@@ -181,30 +178,18 @@ class PackedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class CodeRows:
-    """Codes of an MLX module, converted to bytes when rows are taken."""
+    """Codes of rows of an MLX module."""
 
     weight: mx.array
     bits: int
     group: int
-    """Columns that share a scale."""
-
-    def __getitem__(self, rows: slice) -> Array:
-        """Return the codes of rows, (n, groups, group) bytes."""
-        part = self.weight[rows]
-        groups = part.shape[1] * 32 // self.bits // self.group
-        if self.bits in (4, 8):
-            codes = np.asarray(part).view(np.uint8).reshape(len(part), groups, -1)
-            return codes if self.bits == 8 else _halves(codes)
-        ones = mx.ones((len(part), groups), mx.float32)
-        numbers = mx.dequantize(part, ones, 0 * ones, group_size=self.group, bits=self.bits)
-        codes = np.asarray(numbers.astype(mx.uint8))
-        return codes.reshape(len(part), groups, self.group)
+    """Number of columns that share a scale."""
 
 
 def can_multiply(module: nn.Module, *, dimensions: int = 2) -> bool:
-    """Return whether a linear layer or an embedding has codes that can be multiplied directly.
+    """Return whether the compiled loops can multiply the codes of a module.
 
-    Weights have the given number of dimensions: 3 are those of experts.
+    Its weights must have the given number of dimensions: 2, or 3 for experts.
     """
     if "scales" not in module or module.weight.ndim != dimensions:
         return False
@@ -215,16 +200,14 @@ def can_multiply(module: nn.Module, *, dimensions: int = 2) -> bool:
     return module.mode == "affine" and module.get("biases") is not None and module.bits in WIDER
 
 
-def packed_matrix(module: nn.Module, rows: slice | int = slice(None)) -> PackedMatrix | None:
-    """Return some rows of a module's matrix in tiles; None if it cannot be multiplied directly.
+def packed_matrix(module: nn.Module, rows: slice | int = slice(None)) -> PackedMatrix:
+    """Return rows of a module's matrix in tiles; `can_multiply` must be true.
 
-    Of a module with experts, `rows` is the number of one.
+    For a module of experts, `rows` is the index of an expert.
     """
-    if not can_multiply(module, dimensions=3 if isinstance(rows, int) else 2):
-        return None
     bits, floats = int(module.bits), module.mode == FLOAT4_MODE
     zero = FLOAT4_ZERO if floats else 2 ** (bits - 1)
-    if floats:  # the scales are exponents
+    if floats:  # the stored scales are exponents
         powers = np.asarray(module.scales[rows]).astype(np.int32) - FLOAT4_BIAS
         scales = np.ldexp(np.float32(1), powers)
         sides = [scales, -FLOAT4_ZERO * scales]
@@ -241,23 +224,24 @@ def packed_matrix(module: nn.Module, rows: slice | int = slice(None)) -> PackedM
 
 
 def _rows(matrix: mx.array, rows: slice | int) -> mx.array:
-    """Return rows of a matrix; the matrix itself, and no copy, for all."""
+    """Return rows of a matrix; the matrix itself, not a copy, for all rows."""
     return matrix if rows == slice(None) else matrix[rows]
 
 
 def _numbers(side: mx.array) -> Array:
-    """Return scales or offsets as NumPy's numbers, in float16 or float32."""
+    """Return scales or offsets as a NumPy array of float16 or float32."""
     return np.asarray(side if side.dtype == mx.float16 else side.astype(mx.float32))
 
 
 def _follow(offsets: Array, scales: Array, zero: int) -> bool:
-    """Return whether all offsets are -zero x scale, as in symmetric forms of GGUF files."""
+    """Return whether all offsets are -zero x scale, as in symmetric GGUF types."""
     factor = np.float32(-zero)
-    return all(map(np.array_equal, offsets, (factor * row for row in scales)))
+    parts = (slice(x, x + ROWS_TOGETHER) for x in range(0, len(scales), ROWS_TOGETHER))
+    return all(np.array_equal(offsets[part], factor * scales[part]) for part in parts)
 
 
 def _fits_half(numbers: Array) -> bool:
-    """Return whether float16 has the exact values of some numbers, as those of GGUF files."""
+    """Return whether float16 represents the numbers exactly, as it does those of GGUF files."""
     if numbers.dtype == np.float16:
         return True
     with np.errstate(over="ignore"):
@@ -265,7 +249,7 @@ def _fits_half(numbers: Array) -> bool:
 
 
 def packed_bytes(module: nn.Module) -> int:
-    """Return the most bytes of a module's matrix in tiles; float16 holds usual powers of two."""
+    """Return the maximum bytes of a module's matrix in tiles, assuming float16 scales for mxfp4."""
     floats = module.mode == FLOAT4_MODE
     is_half = floats or (module.scales.dtype == module.biases.dtype == mx.float16)
     scale_bytes = 2 if is_half else 4
@@ -277,23 +261,12 @@ def packed_bytes(module: nn.Module) -> int:
 
 
 def _shifts(bits: int) -> Array:
-    """Return the places of numbers of 1 or 2 bits in a byte, (numbers, 1)."""
+    """Return the bit offsets of 1- or 2-bit fields in a byte, (fields, 1)."""
     return np.arange(0, 8, bits, dtype=np.uint8)[:, None]
 
 
-def _halves(codes: Array) -> Array:
-    """Return the low and the high half of each byte, one after the other."""
-    return np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
-
-
-def _padded(rows: Array, tiles: int) -> Array:
-    """Return rows with zeros behind them, for whole tiles."""
-    missing = tiles * TILE_ROWS - len(rows)
-    return np.concatenate([rows, np.zeros((missing, *rows.shape[1:]), rows.dtype)])
-
-
 def _aligned(nbytes: int) -> Array:
-    """Return an array of bytes that starts at a multiple of `ALIGNMENT`."""
+    """Return an uninitialized array of bytes aligned to `ALIGNMENT`."""
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + nbytes]
@@ -312,7 +285,7 @@ def padded_bias(bias: mx.array | None) -> Floats | None:
 
 
 def rows_address(rows: Array, columns: int) -> int:
-    """Return the address of rows (n, columns) for compiled loops, which check nothing.
+    """Return the address of rows (n, columns), for compiled loops, which do not check shapes.
 
     Raises ValueError for arrays of another shape, dtype or order.
     """
@@ -327,14 +300,14 @@ def rows_address(rows: Array, columns: int) -> int:
 
 
 class Job:
-    """A compiled part of a layer, with its table.
+    """A compiled part of a layer, with the table of its arguments.
 
     Args:
-        function: address of the part, of `part_loops`.
+        function: address of the compiled function, from `part_loops`.
         linears: entries of its linear layers.
         digits: bytes of an activation.
-        columns: columns of the widest linear layer.
-        entries: entries of the table that never change.
+        columns: number of columns of the widest linear layer.
+        entries: table entries that are the same in every call.
     """
 
     def __init__(
@@ -357,7 +330,7 @@ class Job:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row of rounded activations with their scales."""
+        """Bytes of a row of rounded activations and their scales."""
         return self.columns * self.digits + self.columns // BLOCK * 4 * SCALE_FLOATS
 
     def run(self, rows: int, width: int, entries: dict[PartTable, int], floats: int = 0) -> None:
@@ -365,9 +338,9 @@ class Job:
 
         Args:
             rows: number of rows.
-            width: width of the layer's input, which is space for a thread's row, too.
-            entries: addresses of inputs and results, which the caller keeps alive.
-            floats: space for RESIDUAL and HIDDEN, a row's floats of both.
+            width: width of the layer's input.
+            entries: addresses of inputs and results, whose arrays the caller must keep.
+            floats: number of floats per row for RESIDUAL and HIDDEN together.
         """
         threads = team()
         blocks = rows * self.columns // BLOCK
@@ -394,15 +367,15 @@ class Job:
 
 
 class PackedModule(nn.Module):
-    """Module whose weights are in tiles, outside MLX's arrays.
+    """Module whose weights are in tiles, not in MLX arrays.
 
-    Its `repr` has a hash of all that its results depend on: fingerprints of models are made of it.
+    Its `repr` contains a hash of the weights and settings, which the model's fingerprint includes.
     """
 
     packed_bytes = 0
     """Bytes of the weights."""
     packed_row_bytes = 0
-    """Bytes of a row's activations; logits do not count."""
+    """Bytes of activations per row, excluding logits."""
 
     def __init__(
         self,
@@ -415,10 +388,10 @@ class PackedModule(nn.Module):
         """Count and hash the weights.
 
         Args:
-            matrices: packed matrices, in a fixed order.
-            exact: whether activations have 24 bits, not 16.
-            vectors: biases and the weights of norms by name; None for one that is missing.
-            settings: other values that results depend on, with an exact `repr`.
+            matrices: packed matrices, in an order that is the same in every process.
+            exact: whether activations have 24 bits instead of 16.
+            vectors: biases and weights of norms by name, None if missing.
+            settings: other values that affect results, hashed by their `repr`.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         present = {name: x for name, x in (vectors or {}).items() if x is not None}
@@ -439,7 +412,7 @@ class PackedModule(nn.Module):
 
 
 class Product:
-    """Product of rows with a matrix."""
+    """Multiplication of rows by a packed matrix."""
 
     def __init__(self, matrix: PackedMatrix, bias: Floats | None, *, exact: bool) -> None:
         self.matrix = matrix
@@ -451,11 +424,11 @@ class Product:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row in float32 and rounded."""
+        """Bytes of an input row, as float32 and rounded."""
         return 4 * int(self.matrix.columns) + self._job.row_bytes
 
     def __call__(self, x: Floats) -> Floats:
-        """Multiply rows (n, columns) float32, in C order, giving (n, rows of the matrix)."""
+        """Multiply rows (n, columns) of contiguous float32, giving (n, rows of the matrix)."""
         stride = len(self.matrix.tiles) * TILE_ROWS
         result = np.empty((len(x), stride), np.float32)
         places = {
@@ -468,7 +441,7 @@ class Product:
 
 
 class PackedLinear(PackedModule):
-    """Linear layer with quantized weights, computed when called."""
+    """Linear layer with packed weights, computed immediately."""
 
     def __init__(self, matrix: PackedMatrix, bias: mx.array | None, *, exact: bool) -> None:
         padded = padded_bias(bias)
@@ -482,21 +455,21 @@ class PackedLinear(PackedModule):
 
 
 class PackedHead(PackedLinear):
-    """Output layer of a model; logits are computed only where they are needed."""
+    """Output layer of a model, which computes only the logits that are read."""
 
     def __init__(self, matrix: PackedMatrix, bias: mx.array | None, *, exact: bool) -> None:
         super().__init__(matrix, bias, exact=exact)
         self.packed_row_bytes = 0
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Return the logits (..., vocabulary) of (..., n)."""
+        """Return the logits (..., vocabulary) of hidden states (..., n)."""
         if skips_logits():
             return no_logits(x, self.packed_width)
         return super().__call__(read_rows(x))
 
 
 class PackedEmbedding(PackedModule):
-    """Embedding that is the output layer, too."""
+    """Embedding that can also be the output layer."""
 
     def __init__(self, matrix: PackedMatrix, *, exact: bool) -> None:
         super().__init__([matrix], exact=exact)
@@ -510,7 +483,7 @@ class PackedEmbedding(PackedModule):
         return mx.array(rows).reshape(*tokens.shape, matrix.columns)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """Return the logits (..., vocabulary) of (..., n)."""
+        """Return the logits (..., vocabulary) of hidden states (..., n)."""
         if skips_logits():
             return no_logits(x, self.packed_width)
         return multiplied(self._product, read_rows(x))
@@ -522,11 +495,11 @@ def no_logits(x: mx.array, width: int) -> mx.array:
 
 
 def multiplied(product: Product, x: mx.array) -> mx.array:
-    """Multiply an array (..., n) with a matrix, immediately."""
+    """Multiply an array (..., n) by a matrix, immediately."""
     products = product(rows_of(x))
     return mx.array(products).reshape(*x.shape[:-1], products.shape[-1])
 
 
 def rows_of(x: mx.array) -> Floats:
-    """Return an array (..., n) as rows (rows, n), evaluated, and copied if needed."""
+    """Evaluate an array (..., n) and return it as contiguous rows (rows, n)."""
     return np.ascontiguousarray(np.asarray(x.astype(mx.float32)).reshape(-1, x.shape[-1]))

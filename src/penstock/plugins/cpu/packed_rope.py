@@ -1,6 +1,6 @@
-"""RoPE on NumPy arrays, so that a layer does not wait for MLX.
+"""RoPE for compiled layers, without calling MLX at each position.
 
-Angles are taken from MLX, by applying the model's module to ones and zeros once per position.
+Angles are taken from MLX by applying the model's module to ones and zeros, once per position.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ ROTATING = frozenset(
         "mlx_lm.models.rope_utils.YarnRoPE",
     }
 )
-"""Classes that rotate pairs of values by angles that depend only on the position."""
+"""Classes of RoPE whose angles depend only on the position."""
 LEAVING = "mlx_lm.models.smollm3.NoPE"
-"""Class that does not rotate."""
+"""Class that does not rotate, for layers without RoPE."""
 BLOCK = 256
 """Number of positions whose angles are computed together."""
 MOST_BLOCKS = 64
-"""Maximum cached blocks of angles: 8 MB with a head size of 256."""
+"""Maximum number of cached blocks of angles: 8 MB with a head size of 256."""
 
 
 COMPARED_BLOCK = 4
-"""Block of positions, beside the first, by which rotations are compared."""
+"""Index of the block of positions that is compared besides the first."""
 
 
 class RotaryPositions:
-    """Angles of RoPE, equal to those of a module of mlx-lm."""
+    """Cosines and sines of a RoPE module of mlx-lm, cached in blocks of positions."""
 
     def __init__(self, rope: nn.Module, pairs: int, *, neighbors: bool) -> None:
-        """Initialize the rotation.
+        """Initialize without computing any angles.
 
         Args:
             rope: module that defines the angles.
             pairs: number of rotated pairs per head; 0 for none.
-            neighbors: whether a pair is adjacent, instead of split between the halves.
+            neighbors: whether the values of a pair are adjacent, instead of half a row apart.
         """
         self._rope = rope
         self.pairs = pairs
         """Number of rotated pairs per head."""
         self.neighbors = neighbors
-        """Whether a pair is adjacent."""
+        """Whether the values of a pair are adjacent."""
         self._blocks: OrderedDict[int, Floats] = OrderedDict()
 
     @classmethod
     def of(cls, rope: nn.Module) -> RotaryPositions | None:
-        """Return the RoPE of a module; None if its class is unknown."""
+        """Return the angles of a RoPE module; None if its class is unknown."""
         name = f"{type(rope).__module__}.{type(rope).__name__}"
         if name == LEAVING:
             return cls(rope, 0, neighbors=False)
@@ -65,7 +65,7 @@ class RotaryPositions:
         return cls(rope, dims // 2, neighbors=bool(getattr(rope, "traditional", False)))
 
     def angles(self, positions: Integers) -> Floats:
-        """Return cosines and sines of positions (n,), (2, n, 1, pairs)."""
+        """Return the cosines and sines, (2, n, 1, pairs), of positions (n,)."""
         blocks = positions // BLOCK
         if blocks[0] == blocks[-1] and (blocks == blocks[0]).all():
             return np.ascontiguousarray(self._block(int(blocks[0]))[:, positions % BLOCK])
@@ -76,7 +76,7 @@ class RotaryPositions:
         return angles
 
     def equals(self, other: RotaryPositions) -> bool:
-        """Return whether another one has the same angles, by two blocks of positions."""
+        """Return whether another rotation has the same angles, comparing two blocks."""
         if (self.pairs, self.neighbors) != (other.pairs, other.neighbors):
             return False
         if not self.pairs:
@@ -85,7 +85,7 @@ class RotaryPositions:
         return all(np.array_equal(self._block(i), other._block(i)) for i in blocks)
 
     def _parts(self) -> tuple[slice, slice]:
-        """Return slices of the first and of the second value of each pair."""
+        """Return the slices of the first and the second values of all pairs."""
         pairs = self.pairs
         if self.neighbors:
             return slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)

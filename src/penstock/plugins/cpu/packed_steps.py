@@ -1,7 +1,7 @@
-"""Passes through all packed layers in one job, without Python between them.
+"""Forward passes through all packed layers in one job, without Python between layers.
 
-A model calls its layers in turn. Each layer only notes what it is to read; the last one computes
-all of them, as compiled parts one after the other. Cached keys and values are read where they are.
+A model calls its layers one after another. Each layer records what it must read; the last one
+computes all of them, one compiled part after another. Cached keys and values are not copied.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from penstock.attention.chunk_reads import ChunkReads, MixedReads
 from penstock.attention.reads import DecodeReads
 from penstock.attention.span_attention import AttentionWindow
 from penstock.kv.numpy_arrays import Floats, Integers
+from penstock.plugins.cpu.choice_jobs import CHOICE_WORDS, ChoiceTable, choice_job, query_factor
 from penstock.plugins.cpu.compiled_jobs import team
 from penstock.plugins.cpu.layer_loops import PartTable
 from penstock.plugins.cpu.ordered_attention import (
@@ -34,6 +35,7 @@ from penstock.plugins.cpu.ordered_loops import (
 )
 from penstock.plugins.cpu.packed_products import Job
 from penstock.plugins.cpu.packed_rope import RotaryPositions
+from penstock.plugins.cpu.step_choices import ChoiceBuffers, StepChoice
 from penstock.plugins.cpu.step_loops import (
     APPEND_WORDS,
     PROGRAM_WORDS,
@@ -45,12 +47,12 @@ from penstock.plugins.cpu.step_loops import (
 from penstock.plugins.cpu.tile_products import BLOCK
 
 JOBS_OF_KEEPING = 2
-"""First jobs of a layer, before attention: all of one whose output is not read."""
+"""Number of a layer's jobs before attention, the only ones needed if its output is not read."""
 ALIGNED_FLOATS = 16
 
 
 class CompiledParts(Protocol):
-    """The two compiled parts of a layer, see `packed_layers.LayerParts`."""
+    """Compiled code of a layer before and after attention; see `packed_layers.LayerParts`."""
 
     before_job: Job
     behind_job: Job
@@ -59,68 +61,118 @@ class CompiledParts(Protocol):
     hidden: int
     heads: tuple[int, int, int]
     dims: tuple[int, int]
-    """Sizes of a key and of a value."""
+    """Number of values of a key and of a value vector."""
     widths: list[int]
-    """Columns of queries, keys and values in the result of the first part."""
+    """Number of columns of queries, keys and values in the result of the first part."""
 
 
 @dataclass(slots=True)
 class _Noted:
-    """The layers of a pass that have been called, and not computed."""
+    """Layers of a forward pass that were called and are not yet computed."""
 
     x: mx.array
     layers: list[list[_LayerReads]] = field(default_factory=list)
-    """Rows of each layer by what they read: of running sequences, of a chunk, or of both."""
+    """Reads of each layer: of the decode step, if any, then of each chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class _LayerReads:
-    """What a layer reads for some rows of a pass."""
+    """Reads of a layer for some rows of a forward pass."""
 
     reads: DecodeReads | ChunkReads
     plan: OrderedReads
     rows: int
+    choice: StepChoice | None = None
+    """Selected tokens; None to read all."""
 
 
 @dataclass(frozen=True, slots=True)
 class _NewTokens:
-    """Where new tokens are written."""
+    """Memory to which keys and values of new tokens are written."""
 
     firsts: Integers
-    """(layers, sequences, 2): address of the first key and value of each sequence's buffers."""
+    """Addresses of the first key and value of each sequence's buffers, (layers, sequences, 2)."""
     head_bytes: Integers
-    """(layers, 1, 2): bytes between heads."""
+    """Bytes between heads, of keys and of values, (layers, 1, 2)."""
     token_bytes: Integers
     columns: Integers
-    """(sequences,): columns of the first new tokens."""
+    """Columns of each sequence's first new token, (sequences,)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PartRead:
-    """Where some rows of a pass read and write."""
+    """Addresses that some rows of a forward pass read and write."""
 
     width: int
-    """Rows per sequence."""
+    """Number of rows per sequence."""
     seen: Mapping[AttentionWindow, Integers]
-    """Visible columns of the rows, by window."""
+    """Number of visible columns of each row, by window."""
     spans: Integers
-    """(layers, spans, 6), see `AttendTable`."""
+    """Spans that are read, (layers, spans, 6); see `AttendTable`."""
     new_places: Integers
-    """(layers, rows, 4), see `AppendTable`."""
+    """Places of new keys and values, (layers, rows, 4); see `AppendTable`."""
+
+
+@dataclass(slots=True)
+class _AttendJobs:
+    """Jobs of a pass between those that append and those behind attention."""
+
+    jobs: list[tuple[Integers, Integers]] = field(default_factory=list)
+    """Addresses of each layer's job, and its table."""
+    buffers: list[ChoiceBuffers] = field(default_factory=list)
+
+    def add_choice(
+        self,
+        part: Sequence[_LayerReads],
+        sizes: Sequence[CompiledParts],
+        attend: Integers,
+        append: Integers,
+        row: int,
+        factors: Floats,
+    ) -> None:
+        """Add the selection of some rows; the tables `attend` then read what it selects.
+
+        Args:
+            part: what each layer reads for the rows.
+            sizes: parts of each layer.
+            attend: `AttendTable` of each layer.
+            append: `AppendTable` of each layer.
+            row: number of the first row.
+            factors: see `query_factor`, (layers,).
+        """
+        tables = np.zeros((len(part), CHOICE_WORDS), np.int64)
+        strides, nbytes = append[:, AppendTable.STRIDE], int(append[0, AppendTable.NUMBER_BYTES])
+        tables[:, ChoiceTable.MODEL_QUERIES] = append[:, AppendTable.SIDES] + 4 * row * strides
+        tables[:, ChoiceTable.STRIDE] = strides
+        tables[:, ChoiceTable.FACTOR] = _addresses(factors[: len(part), None])
+        functions = np.array([choice_job(layer.dims[0]) for layer in sizes[: len(part)]])
+        buffers: dict[int, ChoiceBuffers] = {}
+        for of_layer, layer, table, of_attend in zip(part, sizes, tables, attend, strict=False):
+            choice, kv_heads = of_layer.choice, layer.heads[1]
+            if choice is not None:
+                if kv_heads not in buffers:
+                    buffers[kv_heads] = ChoiceBuffers.of(choice, kv_heads)
+                number = of_layer.reads.layer
+                buffers[kv_heads].set_table(table, choice, number, of_attend, layer.dims, nbytes)
+        self.buffers += buffers.values()
+        self.jobs.append((functions, tables))
 
 
 class LayersTogether:
-    """Packed decoder layers that a model calls in turn."""
+    """Packed decoder layers that a model calls one after another, computed in one job."""
 
     def __init__(self, parts: Sequence[CompiledParts], scales: Sequence[float]) -> None:
-        """Initialize.
+        """Prepare the tables.
 
         Args:
-            parts: parts of each layer, with the same rotations where these have the same angles.
-            scales: scale of the scores of each layer.
+            parts: parts of each layer, sharing a rotation where angles are equal.
+            scales: scale of the attention scores of each layer.
         """
         self._parts = parts
         self._scales = np.array(scales, np.float32)
+        self._choice_factors = np.array(
+            [query_factor(part.dims[0], scale) for part, scale in zip(parts, scales, strict=True)]
+        )
         jobs = [(part.before_job, part.behind_job) for part in parts]
         self._functions = [(before.function, behind.function) for before, behind in jobs]
         self._before, self._behind = (
@@ -140,17 +192,18 @@ class LayersTogether:
     def compute(
         self, place: int, x: mx.array, reads: Any, window: AttentionWindow
     ) -> tuple[mx.array, bool]:
-        """Note a layer, or compute all if it is the last.
+        """Record a call of a layer; the last layer computes all of them.
 
         Args:
-            place: the layer's place in this list.
-            x: the layer's input, (b, width, dim), if it is the first; what the layer before has
+            place: index of the layer.
+            x: input of the first layer, (b, width, dim); for others, what the previous call
                 returned.
             reads: the layer's cache.
             window: attention window of the layer.
 
         Returns:
-            The layer's output and True; or its input and False, if it must be computed by itself.
+            `x` or the output of the last layer, and True; or the layer's input and False if the
+            caller must compute the layer.
         """
         if not isinstance(reads, DecodeReads | ChunkReads | MixedReads):
             return x, False
@@ -169,7 +222,7 @@ class LayersTogether:
         return (self._run(noted) if noted.layers else x), bool(layer)
 
     def _run(self, noted: _Noted) -> mx.array:
-        """Compute the layers that were noted."""
+        """Compute the recorded layers."""
         x, count = noted.x, len(noted.layers)
         rows, threads = x.shape[0] * x.shape[1], team()
         sizes = self._space_sizes(rows, threads.threads)
@@ -196,45 +249,44 @@ class LayersTogether:
         append[:, AppendTable.QUERIES] = places["queries"]
         append[:, AppendTable.PLACES] = _addresses(new_places)
         append[:, AppendTable.NUMBER_BYTES] = dtype.size
-        attend = self._attend_tables(parts, read, append, places)
+        attend = self._attend_jobs(parts, read, append, places)
+        first, last = np.array(self._functions[:count]).T
+        appending = np.full(count, append_loop())
 
-        tables = [before, append, *attend, behind]
-        jobs = np.empty((count, len(tables), 2), np.int64)
-        jobs[:, 0, 0], jobs[:, -1, 0] = np.array(self._functions[:count]).T
-        jobs[:, 1, 0] = append_loop()
-        jobs[:, 2:-1, 0] = [
-            [ordered_loop(*part.dims, nbytes=dtype.size)] for part in self._parts[:count]
-        ]
-        for number, table in enumerate(tables):
+        by_layer = [(first, before), (appending, append), *attend.jobs, (last, behind)]
+        jobs = np.empty((count, len(by_layer), 2), np.int64)
+        for number, (functions, table) in enumerate(by_layer):
             threads.prepare(table)
-            jobs[:, number, 1] = _addresses(table)
+            jobs[:, number, 0], jobs[:, number, 1] = functions, _addresses(table)
         program = np.zeros(PROGRAM_WORDS, np.int64)
         program[ProgramTable.JOBS] = jobs.ctypes.data
-        program[ProgramTable.COUNT] = count * len(tables)
-        if len(parts) == 1 and _is_unread(parts[0][-1].reads):
-            program[ProgramTable.COUNT] += JOBS_OF_KEEPING - len(tables)
+        program[ProgramTable.COUNT] = count * len(by_layer)
+        if all(_is_unread(part[-1].reads) for part in parts):
+            program[ProgramTable.COUNT] += JOBS_OF_KEEPING - len(by_layer)
         threads.run(program_loop(), program)
         return mx.array(into).reshape(x.shape)
 
     def _read_of(self, part: Sequence[_LayerReads]) -> _PartRead:
-        """Return where some rows read and write in each layer."""
+        """Return the addresses that some rows read and write in each layer."""
         plan, buffers = part[0].plan, self._buffers(part)
         windows = {of_layer.plan.window for of_layer in part}
         seen = {window: seen_columns(plan.positions, window) for window in windows}
         width = part[0].rows // (len(plan.firsts) - 1)
         return _PartRead(width, seen, *_spans_and_places(part, buffers, width))
 
-    def _attend_tables(
+    def _attend_jobs(
         self,
         parts: Sequence[Sequence[_LayerReads]],
         read: Sequence[_PartRead],
         append: Integers,
         places: Mapping[str, int],
-    ) -> list[Integers]:
-        """Return the tables of the jobs that attend, one of all layers for each part."""
-        tables, row = [], 0
+    ) -> _AttendJobs:
+        """Return the jobs that attend for each part, with their tables of all layers."""
+        jobs, row = _AttendJobs(), 0
         heads, dims = append[:, AppendTable.HEADS], append[:, AppendTable.KEY_DIM]
         value_dims = append[:, AppendTable.VALUE_DIM]
+        nbytes = int(append[0, AppendTable.NUMBER_BYTES])
+        loops = [ordered_loop(*part.dims, nbytes=nbytes) for part in self._parts[: len(append)]]
         for part, of_part in zip(parts, read, strict=True):
             plan, rows = part[0].plan, part[0].rows
             table = attend_tables(of_part.spans, plan.firsts, rows, of_part.width)
@@ -248,12 +300,14 @@ class LayersTogether:
             table[:, AttendTable.SPACE] = places["attention"]
             if _is_unread(part[-1].reads):
                 table[-1, AttendTable.SEQUENCES] = 0
-            tables.append(table)
+            if any(of_layer.choice for of_layer in part):
+                jobs.add_choice(part, self._parts, table, append, row, self._choice_factors)
+            jobs.jobs.append((np.array(loops), table))
             row += rows
-        return tables
+        return jobs
 
     def _buffers(self, part: Sequence[_LayerReads]) -> _NewTokens:
-        """Return where the new tokens of some rows are written: tails, or arrays of their own."""
+        """Return where new tokens are written: to tails if decoding, else to new arrays."""
         if isinstance(part[0].reads, DecodeReads):
             return _tail_buffers(part)
         width, dtype = part[0].rows, _kv_dtype(part[0].reads)
@@ -277,7 +331,7 @@ class LayersTogether:
     def _part_tables(
         self, count: int, rows: int, places: Mapping[str, int], angles: Sequence[Floats | None]
     ) -> tuple[Integers, Integers]:
-        """Return the tables of the parts before and behind attention."""
+        """Return the tables of the jobs before and after attention."""
         before, behind = self._before[:count].copy(), self._behind[:count].copy()
         for table in (before, behind):
             table[:, PartTable.ROWS] = rows
@@ -294,7 +348,7 @@ class LayersTogether:
         return before, behind
 
     def _append_tables(self) -> Integers:
-        """Return what never changes of the tables of `append_loop`."""
+        """Return the tables of `append_loop`, with the entries that never change."""
         tables = np.zeros((len(self._parts), APPEND_WORDS), np.int64)
         for table, part in zip(tables, self._parts, strict=True):
             widths = part.widths
@@ -306,7 +360,7 @@ class LayersTogether:
         return tables
 
     def _space_sizes(self, rows: int, threads: int) -> dict[str, int]:
-        """Return the float32 numbers of each part of the working memory, in whole cache lines."""
+        """Return the number of floats of each buffer, rounded up to whole cache lines."""
         floats = {
             "x": rows * self._width,
             "sides": rows * self._stride,
@@ -322,7 +376,7 @@ class LayersTogether:
         return {name: -(-size // ALIGNED_FLOATS) * ALIGNED_FLOATS for name, size in floats.items()}
 
     def _angles(self, positions: Integers, count: int) -> list[Floats | None]:
-        """Return the angles of each layer; None for those that rotate nothing."""
+        """Return the angles of each layer; None for layers without RoPE."""
         known: dict[Any, Floats | None] = {}
         for part in self._parts[:count]:
             rotation = part.rotation
@@ -333,7 +387,7 @@ class LayersTogether:
 
 
 def _kv_dtype(reads: DecodeReads | ChunkReads) -> mx.Dtype:
-    """Return the dtype of the keys and values that a layer keeps."""
+    """Return the dtype in which a layer's new keys and values are stored."""
     if isinstance(reads, DecodeReads):
         return reads.step.tails.shapes[reads.layer].dtype
     return reads.dtype or mx.float32
@@ -347,21 +401,20 @@ def _is_unread(reads: DecodeReads | ChunkReads) -> bool:
 def _planned(
     reads: DecodeReads | ChunkReads | MixedReads, rows: int, window: AttentionWindow
 ) -> list[_LayerReads]:
-    """Return what a layer reads for the rows of a pass; nothing if it is not read in order."""
+    """Return a layer's reads for the rows of a pass; none if ordered attention cannot read it."""
     if isinstance(reads, MixedReads):
-        decoded = reads.decoded_tokens
-        of_rows = _planned(reads.decode, decoded, window)
-        of_chunk = _planned(reads.chunk, rows - decoded, window)
-        return [*of_rows, *of_chunk] if of_rows and of_chunk else []
-    if isinstance(reads, DecodeReads):
-        plan = step_plan(reads.step, reads.layer, window)
-    else:
+        pairs = zip(reads.parts, reads.sizes, strict=True)
+        planned = [_planned(part, count * width, window) for part, (count, width) in pairs]
+        return [layer for part in planned for layer in part] if all(planned) else []
+    if isinstance(reads, ChunkReads):
         plan = chunk_plan(reads, rows, window)
-    return [] if plan is None else [_LayerReads(reads, plan, rows)]
+        return [] if plan is None else [_LayerReads(reads, plan, rows)]
+    in_step = step_plan(reads.step, reads.layer, window)
+    return [] if in_step is None else [_LayerReads(reads, in_step[0], rows, in_step[1])]
 
 
 def _tail_buffers(part: Sequence[_LayerReads]) -> _NewTokens:
-    """Return where the tails of a decode step are."""
+    """Return the addresses of the tails of a decode step."""
     decoding = [of.reads for of in part if isinstance(of.reads, DecodeReads)]
     steps = [(reads.step, reads.layer) for reads in decoding]
     tails = np.array([tail_addresses(step, layer) for step, layer in steps])
@@ -373,9 +426,9 @@ def _tail_buffers(part: Sequence[_LayerReads]) -> _NewTokens:
 def _spans_and_places(
     part: Sequence[_LayerReads], buffers: _NewTokens, width: int
 ) -> tuple[Integers, Integers]:
-    """Return the layers' spans, with the buffers' addresses, and where new tokens are written.
+    """Return the spans that layers read, and the places to which new tokens are written.
 
-    (layers, spans, 6), see `AttendTable`, and (layers, rows, 4), see `AppendTable`.
+    Shapes are (layers, spans, 6), see `AttendTable`, and (layers, rows, 4), see `AppendTable`.
     """
     plan = part[0].plan
     spans = plan.of_layers([of_layer.reads.layer for of_layer in part])
@@ -391,7 +444,7 @@ def _spans_and_places(
 
 
 def share_angles(parts: Sequence[CompiledParts]) -> None:
-    """Let layers whose rotations have the same angles share one."""
+    """Let layers whose rotations have the same angles share a rotation."""
     rotations: list[RotaryPositions] = []
     for part in parts:
         rotation = part.rotation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -30,29 +31,29 @@ from penstock.plugins.cpu.packed_products import (
 )
 from penstock.plugins.cpu.packed_products import packed_bytes as bytes_of
 
-# Without Numba this plug-in is not there; it is imported only if it has to compile.
+# Without Numba this plug-in is unavailable. Numba itself is imported only to compile.
 if find_spec("numba") is None:
     raise ModuleNotFoundError("No module named 'numba'", name="numba")
 board_loops()
 
 
 PACKED = ("affine", "mxfp4")
-"""Quantization modes whose codes are multiplied."""
+"""Supported quantization modes."""
 TOGETHER = frozenset(
     {"llama", "mistral", "smollm3", "qwen2", "qwen3", "granite", "phi3", "gemma3_text"}
 )
-"""Model types of mlx-lm whose layers are all computed together."""
+"""Model types of mlx-lm whose layers are computed in one job."""
 
 
 def takes(module: nn.Module) -> bool:
-    """See `WeightPacker`; codes of linear layers, embeddings and experts."""
+    """See `WeightPacker`; takes quantized linear layers, embeddings and experts."""
     if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
         return can_multiply(module)
     return are_experts(module)
 
 
 def packed_bytes(module: Any) -> int:
-    """See `WeightPacker`: codes in 4, 5, 6 or 8 bits, a scale and an offset a group."""
+    """See `WeightPacker`; counts codes of 4, 5, 6 or 8 bits, scales and offsets."""
     return bytes_of(module)
 
 
@@ -63,24 +64,30 @@ def packing(module: nn.Module) -> Packing | None:
     return None
 
 
-def pack(model: nn.Module, *, exact: bool) -> None:
-    """See `WeightPacker`; decoder layers of known classes whole, others one by one.
+def pack(model: nn.Module, *, exact: bool, read: Callable[[str], None]) -> None:
+    """See `WeightPacker`; packs decoder layers of known classes whole, other modules one by one.
 
-    Embeddings and the head, the largest matrices, come first, while the rest is not yet read.
+    Embeddings and the head, the largest matrices, come first, before others are loaded.
     """
-    _pack_each(model, lambda name, module: takes(module) and not _is_in_layer(name), exact=exact)
+
+    def pack_each(wanted: Callable[[str], bool]) -> None:
+        for name in _names(model, lambda name, module: wanted(name) and takes(module)):
+            read(name)
+            _put(model, name, _packed(name, _at(model, name), exact=exact))
+
+    pack_each(lambda name: not _is_in_layer(name))
     for name in _names(model, lambda _, module: form_of(module) is not None):
-        layer = packed_layer(_at(model, name), exact=exact)
+        layer = packed_layer(_at(model, name), exact=exact, read=partial(_read_part, read, name))
         if layer is not None:
             _put(model, name, layer)
     for layers in _in_turn(model):
         compute_together(layers)
-    _pack_each(model, lambda _, module: takes(module), exact=exact)
+    pack_each(lambda name: True)
     mx.eval(model.parameters())  # type: ignore[no-untyped-call]
 
 
 def kv_dtype(model: nn.Module) -> mx.Dtype | None:
-    """See `WeightPacker`; float16 if all layers attend together, with activations in 16 bits.
+    """See `WeightPacker`; float16 if all layers run in one job, with activations in 16 bits.
 
     Keys and values then have a relative error of 2^-12, and activations one of 2^-16.
     """
@@ -92,7 +99,7 @@ def planned_kv_dtype(spec: ModelSpec, config: Mapping[str, Any]) -> str | None:
     """See `WeightPacker`."""
     dims = {dim for layer in spec.layers for dim in (layer.key_dim, layer.value_dim)}
     whole = all(dim % LANES == 0 for dim in dims) and converts_halves()
-    # Settings of single layers may leave some in half precision, which are not packed.
+    # Settings of single layers may exclude some from quantization, which are then not packed.
     quantization = config.get("quantization") or {}
     alike = all(value is not False for value in quantization.values())
     packs = alike and quantization.get("mode", "affine") in PACKED
@@ -108,29 +115,24 @@ def _is_in_layer(name: str) -> bool:
     return any(part.isdecimal() for part in name.split("."))
 
 
-def _pack_each(model: nn.Module, wanted: Callable[[str, nn.Module], bool], *, exact: bool) -> None:
-    """Replace modules one by one."""
-    for name in _names(model, wanted):
-        replacement = _packed(name, _at(model, name), exact=exact)
-        if replacement is not None:
-            _put(model, name, replacement)
+def _read_part(read: Callable[[str], None], name: str, part: str) -> None:
+    """Read the codes of a module within another."""
+    read(f"{name}.{part}")
 
 
 def _in_turn(model: nn.Module) -> list[list[PackedDecoderLayer]]:
-    """Return lists of packed layers that are called in turn: all, or each alone."""
+    """Return lists of packed layers to compute in one job: one list of all, or one per layer."""
     layers = getattr(model, "layers", None) or []
     packed = [layer for layer in layers if isinstance(layer, PackedDecoderLayer)]
     able = [layer for layer in packed if layer.attends_together]
     return [able] if able and len(able) == len(layers) else [[layer] for layer in able]
 
 
-def _packed(name: str, module: Any, *, exact: bool) -> nn.Module | None:
-    """Return the packed replacement of a module; None to keep the module."""
+def _packed(name: str, module: Any, *, exact: bool) -> nn.Module:
+    """Return the packed replacement of a module that `takes` holds for."""
     if are_experts(module):
         return packed_experts(module, exact=exact)
     matrix = packed_matrix(module)
-    if matrix is None:
-        return None
     if isinstance(module, nn.QuantizedEmbedding):
         return PackedEmbedding(matrix, exact=exact)
     kind = PackedHead if name == "lm_head" else PackedLinear
@@ -138,7 +140,7 @@ def _packed(name: str, module: Any, *, exact: bool) -> nn.Module | None:
 
 
 def _names(model: nn.Module, wanted: Callable[[str, nn.Module], bool]) -> list[str]:
-    """Return the names of modules; keeps no references, so that replaced modules are freed."""
+    """Return the names of modules, not the modules, so that replaced modules are freed."""
     modules: list[tuple[str, nn.Module]] = model.named_modules()  # type: ignore[no-untyped-call]
     return [name for name, module in modules if wanted(name, module)]
 

@@ -1,8 +1,8 @@
 """Compiled loop for approximate attention to unselected blocks; see `choice_loops`.
 
-Keys of the index are scored by tables of sums. The numbers of four queries are packed into a word,
-and their sums for all 256 values of an octet are tabulated: the sum of a token is one lookup an
-octet, each adding for all four queries. Values are converted to floats a few tokens at a time, and
+Keys are stored in the index as signs, and scored by lookup tables. A table has the sums of a query
+for all 256 values of a byte of signs, with four queries packed into a word, so that one lookup per
+byte scores a token for four queries. Values are converted to floats a few tokens at a time, and
 summed like exact ones.
 """
 
@@ -21,29 +21,29 @@ from penstock.plugins.cpu.attention_tiles import FLOAT_BYTES
 from penstock.plugins.cpu.compiled import exp_loop, half_bits_loop, pointer
 
 BLOCKS_AT_ONCE = 64
-"""Number of blocks whose weights are in memory at a time."""
+"""Number of blocks whose weights are in memory at once."""
 CODES = 16
 """Number of 2-bit codes per word."""
 LANES = 4
 """Number of queries of a KV head whose sums are packed into one 64-bit word."""
 LANE_BITS = 16
 MOST = 2 ** (LANE_BITS - 1) - 1
-"""Maximum sum of a row's values."""
+"""Maximum sum of the absolute values of a query's integers."""
 HIDDEN = np.int64(-(2**63) + 2**47 + 2**31 + 2**15)
-"""Half of every lane's range, added so that lanes are read as unsigned integers."""
+"""Half of every lane's range, added so that lanes can be read as unsigned integers."""
 
 
 def units_of(x: Floats) -> Floats:
-    """Return the unit of each query's integers, (heads, m, 1), for x (heads, m, n)."""
+    """Return the scale from each query (heads, m, n) to integers, (heads, m, 1)."""
     total = np.abs(x).sum(axis=-1, keepdims=True)
-    # Rounded, each number may be half a unit more.
+    # Rounding may add half a unit to each number.
     units: Floats = np.maximum(total, 1e-30) / np.float32(MOST - x.shape[-1] / 2)
     return units
 
 
 @cache
 def _fill_loop() -> Any:
-    """Compile the construction of the tables for one head's queries."""
+    """Compile the construction of the lookup tables of one head's queries."""
     from numba import int64, njit
 
     lanes = LANES
@@ -74,7 +74,7 @@ def _fill_loop() -> Any:
 
 @cache
 def _sum_loop(words: int) -> Any:
-    """Compile the sum of a token's signs, looked up in the table of four queries."""
+    """Compile the score of a token for four queries, by lookups in their table."""
     from numba import int64, njit, uint32
 
     @njit(nogil=True)
@@ -95,7 +95,7 @@ def _sum_loop(words: int) -> Any:
 
 @cache
 def _widen_loop(words: int) -> Any:
-    """Compile the conversion of the codes of some tokens to floats, without their sizes."""
+    """Compile the conversion of tokens' codes to floats, not yet scaled."""
     from numba import carray, njit, uint32
 
     address_of = pointer()
@@ -121,7 +121,7 @@ def _widen_loop(words: int) -> Any:
 
 @cache
 def _lane_loops(words: int) -> tuple[Any, Any]:
-    """Compile the sums of tokens' signs for four queries, and extraction of one query's sums."""
+    """Compile the scores of tokens for four queries, and the extraction of one query's scores."""
     from numba import float32, njit
 
     sum_up, hidden = _sum_loop(words), int(HIDDEN)
@@ -142,12 +142,12 @@ def _lane_loops(words: int) -> tuple[Any, Any]:
 
 @cache
 def _meet_loop(words: int, value_words: int) -> Any:
-    """Compile the scoring of unselected blocks by the index.
+    """Compile the scoring of unselected blocks with the index.
 
-    Processes as many blocks as the arrays have room for. Writes for each token the sums of all
-    queries, and the bits of the sizes of its key and value; for each run of tokens the address of
-    the values' codes, its first column and its length; and for each block its index. `place` is the
-    next block, the number of selected blocks before it, and its span.
+    Processes as many blocks as fit into the arrays. Writes the sums of all queries and the bits of
+    the scales of key and value for each token; the address of the values' codes, the first column
+    and the length of each run of tokens; and the index of each block. `place` is the next block,
+    the number of selected blocks before it, and the index of its span.
     """
     from numba import carray, njit
 
@@ -194,7 +194,7 @@ def _meet_loop(words: int, value_words: int) -> Any:
 
 @cache
 def rest_loop(words: int, value_words: int) -> Any:
-    """Compile attention to unselected blocks, by the words of a token's key and value."""
+    """Compile attention to unselected blocks, for keys and values of the given numbers of words."""
     from numba import float32, njit
 
     fill, exp, mix = _fill_loop(), exp_loop(), mix_loop(CODES * value_words)
@@ -202,7 +202,7 @@ def rest_loop(words: int, value_words: int) -> Any:
     lanes, block, first = LANES, BLOCK_TOKENS, FIRST_BLOCKS
     most, dim = BLOCKS_AT_ONCE * BLOCK_TOKENS, CODES * value_words
     noise, bias, float_bytes = float32(HALF_NOISE), float32(2.0**112), FLOAT_BYTES
-    infinite = float32(2.0**16)  # what the bits of an infinite float16 are by then
+    infinite = float32(2.0**16)  # the converted bits of an infinite float16
 
     @njit(nogil=True)
     def score(sums, sizes, unit, above, center):  # type: ignore[no-untyped-def]

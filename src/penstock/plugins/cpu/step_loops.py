@@ -1,4 +1,4 @@
-"""Compiled jobs of a decode step: rows to their tails, and jobs one after the other."""
+"""Compiled jobs of a forward pass: storing new keys and values, and running jobs in sequence."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from penstock.plugins.cpu.compiled_jobs import array_at, barrier, call, table_at
 
 
 class AppendTable(IntEnum):
-    """Entries of the table of a job that takes a layer's new queries, keys and values."""
+    """Table entries of the job that scales queries and stores new keys and values."""
 
     THREADS = 0
     BARRIER = 1
     YIELD = 2
     ROWS = 3
     SIDES = 4
-    """(rows, stride) float32: queries, keys and values, from the columns below."""
+    """Queries, keys and values, (rows, stride) float32, from columns 0, KEYS and VALUES on."""
     STRIDE = 5
     KEYS = 6
     VALUES = 7
@@ -31,26 +31,26 @@ class AppendTable(IntEnum):
     KEY_DIM = 10
     VALUE_DIM = 11
     SCALE = 12
-    """Address of the scale of the scores, float32."""
+    """Address of the scale of the attention scores, float32."""
     QUERIES = 13
-    """(rows, heads, key_dim) float32: the scaled queries."""
+    """Result: scaled queries, (rows, heads, key_dim) float32."""
     PLACES = 14
-    """(rows, 4): address of a row's first key, bytes between heads, the same of its values."""
+    """Address of a row's first key, bytes between heads, and both for values, (rows, 4)."""
     NUMBER_BYTES = 15
-    """Bytes of a number of the keys and values written: 4 of float32, 2 of float16."""
+    """Bytes of an element of the stored keys and values: 4 for float32, 2 for float16."""
 
 
 APPEND_WORDS = len(AppendTable)
 
 
 class ProgramTable(IntEnum):
-    """Entries of the table of jobs that run one after the other."""
+    """Table entries of the job that runs other jobs in sequence."""
 
     THREADS = 0
     BARRIER = 1
     YIELD = 2
     JOBS = 3
-    """(count, 2): address of each job, and of its table."""
+    """Addresses of each job and of its table, (count, 2)."""
     COUNT = 4
 
 
@@ -80,7 +80,7 @@ def _compile_append() -> Any:
         row = array(from_address, 1, heads * dim)[0]
         for head in range(heads):
             into = array(address + head * head_bytes, 1, dim)[0]
-            for place in range(dim):  # an assignment of arrays can fail, and allocates then
+            for place in range(dim):  # assigning arrays may raise, for which Numba allocates
                 into[place] = row[head * dim + place]
 
     def append(thread, address):  # type: ignore[no-untyped-def]

@@ -1,12 +1,12 @@
-"""Compiled products of activations in signed bytes with weights in codes of 4, 5, 6 or 8 bits.
+"""Compiled products of 8-bit activations with weights in codes of 4, 5, 6 or 8 bits.
 
-A tile is 16 rows of a weight matrix. For each block of 32 columns it holds the codes of all 16 rows
-so that one vector register takes four columns of every row, as the processor's dot-product
-instructions read them: no sum over lanes is needed, and a step reads the weights once, in order.
-Integer sums are exact and the order of float operations is fixed, so that a result has the same
-bits for any number of rows and on every processor.
+A tile is 16 rows of a weight matrix. The codes of a block of 32 columns are stored so that a vector
+register holds four columns of every row, as the processor's dot-product instructions need them: no
+sum over lanes is needed, and a step reads the weights once, in order. Integer sums are exact and
+the order of float operations is fixed, so that results are equal in every bit for any number of
+rows and on every processor.
 
-The functions are written as LLVM IR, inside of loops that Numba compiles.
+The functions are generated as LLVM IR, in loops that Numba compiles.
 """
 
 from __future__ import annotations
@@ -18,39 +18,38 @@ from typing import Any, TypeAlias
 from penstock.plugins.cpu.compiled_cache import function_address
 
 DotProduct: TypeAlias = Callable[[Any, Any, Any, Any], Any]
-"""Takes an IR builder, sums, codes and activations, each in 16 lanes of four bytes; returns sums
-with the products of the four bytes added."""
+"""Function of an IR builder, sums, codes and activations, each in 16 lanes of four bytes; returns
+the sums plus the products of the four bytes."""
 Lookup: TypeAlias = Callable[[Any, Any], Any]
-"""Takes an IR builder and floats of 4 bits in 64 bytes of 16 lanes; returns their
-`FLOAT4_CODES`."""
+"""Function of an IR builder and 64 bytes, each a 4-bit float; returns their `FLOAT4_CODES`."""
 
 TILE_ROWS = 16
-"""Rows of a weight matrix that are multiplied together."""
+"""Number of rows of a weight matrix that are multiplied together."""
 BLOCK = 32
-"""Columns whose activations share a scale."""
+"""Number of columns whose activations share a scale."""
 ROW_GROUP = 4
-"""Rows of activations that are multiplied together, if there are as many."""
+"""Number of rows of activations multiplied together; fewer are multiplied one by one."""
 CHAINS = 4
-"""Independent integer sums of a row of activations: an addition takes as many cycles."""
+"""Number of independent integer sums, the latency of an addition in cycles."""
 FLOAT4_ZERO = 12
 FLOAT4_CODES = tuple(
     FLOAT4_ZERO + sign * twice for sign in (1, -1) for twice in (0, 1, 2, 3, 4, 6, 8, 12)
 )
-"""Twice the number of each float of 4 bits (e2m1, as mxfp4 has them), plus `FLOAT4_ZERO`."""
+"""Twice the value of each 4-bit float (e2m1, as in mxfp4), plus `FLOAT4_ZERO`."""
 SCALE_FLOATS = 2
-"""Floats of a block of activations: its scale, and its sum."""
+"""Number of floats stored per block of activations: its scale and its sum."""
 PREFETCHED_BYTES = 4096
-"""Distance at which codes are requested from memory."""
+"""Number of bytes ahead of the current codes at which memory is prefetched."""
 
 
 def block_bytes(bits: int, per_scale: int, scale_bytes: int, *, zero: int = 0) -> int:
-    """Return the bytes of a tile's columns that share a scale.
+    """Return the bytes of a tile's group of columns that share a scale.
 
     Args:
         bits: bits of a code: 4, 5, 6 or 8.
-        per_scale: blocks of 32 columns that share a scale.
-        scale_bytes: bytes of a scale, and of an offset.
-        zero: the code of zero, which offsets follow from; 0 if they are stored.
+        per_scale: number of blocks of 32 columns that share a scale.
+        scale_bytes: bytes of a scale or an offset.
+        zero: code that represents 0, if offsets are computed from it; 0 if they are stored.
     """
     sides = 1 if zero else 2
     return TILE_ROWS * (sides * scale_bytes + per_scale * BLOCK * bits // 8)
@@ -58,7 +57,7 @@ def block_bytes(bits: int, per_scale: int, scale_bytes: int, *, zero: int = 0) -
 
 @cache
 def dot_product_name() -> str:
-    """Return the instructions that this processor has: `vnni`, `avx2`, `neon` or `plain`."""
+    """Return the best supported dot-product instructions: `vnni`, `avx2`, `neon` or `plain`."""
     import llvmlite.binding as llvm
 
     has = llvm.get_host_cpu_features()
@@ -70,7 +69,7 @@ def dot_product_name() -> str:
 
 
 def _takes_bytes() -> bool:
-    """Return whether LLVM's function for VNNI takes vectors of bytes, as LLVM 22 has it."""
+    """Return whether LLVM's VNNI intrinsic takes vectors of bytes, as since LLVM 22."""
     import llvmlite.binding as llvm
 
     try:
@@ -93,22 +92,21 @@ def multiply_loop(
     floats: bool = False,
     zero: int = 0,
 ) -> int:
-    """Compile the product of rows with tiles; return the address of the function.
+    """Compile the product of rows with tiles and return the address of the function.
 
-    The function takes nine 64-bit integers: the address of the weights, the first tile, one past
-    the last tile, the blocks of a row; the address of the rows of activations, (rows, digits,
-    columns) int8; of their scales, (rows, blocks, 2) float32, each a scale and the sum of the
-    block; the number of rows; the address of the result, float32, and the numbers from one row of
-    it to the next.
+    The function takes nine 64-bit integers: the address of the weights; the first tile and the end
+    of the tiles; the number of blocks of a row; the address of the activations, (rows, digits,
+    columns) int8; the address of the scale and sum of each block, (rows, blocks, 2) float32; the
+    number of rows; the address of the result, float32, and the number of floats between its rows.
 
     Args:
         bits: bits of a code: 4, 5, 6 or 8.
-        per_scale: blocks of 32 columns that share a scale and an offset.
+        per_scale: number of blocks of 32 columns that share a scale and an offset.
         scale_bytes: 2 or 4, for scales and offsets in float16 or float32.
-        digits: bytes of an activation: the first counts 256 times the next.
-        instructions: see `dot_product_name`, whose result is the default.
-        floats: whether codes are floats of 4 bits, which count as their `FLOAT4_CODES`.
-        zero: the code of zero: the offset is -zero x scale; 0 if offsets are stored.
+        digits: bytes of an activation, the most significant first.
+        instructions: instructions to use, by default those of `dot_product_name`.
+        floats: whether codes are 4-bit floats, converted by `FLOAT4_CODES`.
+        zero: code that represents 0, if offsets are -zero x scale; 0 if offsets are stored.
     """
     instructions = instructions or dot_product_name()
     form = (bits, per_scale, scale_bytes, digits, zero)
@@ -119,12 +117,12 @@ def multiply_loop(
 def _compile_multiply(
     form: tuple[int, int, int, int, int], instructions: str, *, floats: bool
 ) -> Any:
-    """Compile a product; see `multiply_loop`, whose arguments are the form."""
+    """Compile `multiply_loop`; `form` is its numeric arguments."""
     from numba import cfunc, types
 
     bits, per_scale, scale_bytes, digits, zero = form
     dot = _DOT_PRODUCTS[instructions]
-    needs_halves = dot is not _dot_vnni  # sums of two products of 8 bits do not fit in 16
+    needs_halves = dot is not _dot_vnni  # two products of 8 bits overflow a 16-bit sum
     halved, lookup = needs_halves and bits == 8, _LOOKUPS[instructions] if floats else None
     single = _tile_product(*form, 1, dot, lookup, halved=halved)
     group = _tile_product(*form, ROW_GROUP, dot, lookup, halved=halved)
@@ -160,7 +158,7 @@ def _tile_product(
     *,
     halved: bool,
 ) -> Any:
-    """Return a function for compiled loops that multiplies some rows with one tile."""
+    """Return a Numba intrinsic that multiplies `rows` rows with one tile."""
     from llvmlite import ir
     from numba import types
     from numba.core import cgutils
@@ -189,15 +187,15 @@ def _tile_product(
         return builder.shuffle_vector(first, empty, in_all_lanes(0, integers))
 
     def bytes_of(builder: Any, vector: Any, first_bit: int, count: int) -> Any:
-        """Return some bits of each byte of a vector, from the lowest on."""
+        """Return `count` bits of each byte of a vector, shifted to the lowest bits."""
         shifted = builder.lshr(vector, in_all_lanes(first_bit, integers)) if first_bit else vector
         return builder.and_(shifted, in_all_lanes(0x01010101 * (2**count - 1), integers))
 
     def pieces(builder: Any, codes: Any) -> Iterator[tuple[int, int, Any]]:
-        """Yield a block's columns, the power of two that their codes count, and the codes.
+        """Yield the first of four columns, the shift of their codes, and the codes.
 
-        Codes of 5 and 6 bits have a block's low halves first, as codes of 4 bits, and then the
-        other bits of all.
+        Codes of 5 and 6 bits are stored as the low 4 bits of a block's codes, like codes of 4 bits,
+        followed by the high bits.
         """
 
         def vector_at(index: int) -> Any:
@@ -214,7 +212,7 @@ def _tile_product(
             return
         more = bits - 4
         rest = [vector_at(4 + index) for index in range(more)]
-        for index in range(8):  # of four columns each
+        for index in range(8):  # four columns each
             low = bytes_of(builder, vector_at(index // 2), 4 * (index % 2), 4)
             if lookup is not None:
                 low = lookup(builder, low)
@@ -226,7 +224,7 @@ def _tile_product(
             yield 4 * index, 0, low
 
     def block_sums(builder: Any, codes: Any, x: Any, row_bytes: Any) -> list[Any]:
-        """Return the integer sums of a block for each row and digit, as float32 vectors."""
+        """Return a block's integer sums for each row and digit, as float32 vectors."""
         chains = max(1, CHAINS // (rows * digits))
         sums: dict[tuple[int, int, int], Any] = {}
         for parts_added, (column, power, part) in enumerate(pieces(builder, codes)):
@@ -276,7 +274,7 @@ def _tile_product(
                     scale_and_offset.append(
                         vector if stored == real else builder.fpext(vector, reals)
                     )
-                if zero:  # exact, if `zero` or the scale is a power of two
+                if zero:  # exact if `zero` or the scale is a power of two
                     zeros = in_all_lanes(-float(zero), reals)
                     scale_and_offset.append(builder.fmul(scale_and_offset[0], zeros))
                 for inner in range(per_scale):
@@ -310,7 +308,7 @@ def _tile_product(
     return multiply
 
 
-# ---- dot products of four bytes a lane
+# ---- dot products of four bytes per lane
 
 
 def _declared(builder: Any, name: str, result: Any, arguments: Sequence[Any]) -> Any:
@@ -336,7 +334,7 @@ def _dot_vnni(builder: Any, sums: Any, codes: Any, x: Any) -> Any:
 
 
 def _in_parts(builder: Any, lanes: int, operation: Callable[..., Any], *vectors: Any) -> Any:
-    """Compute an operation on some lanes of vectors at a time."""
+    """Apply an operation to `lanes` lanes of vectors at a time, and concatenate the results."""
     from llvmlite import ir
 
     parts = []
@@ -352,7 +350,7 @@ def _in_parts(builder: Any, lanes: int, operation: Callable[..., Any], *vectors:
 
 
 def _dot_avx2(builder: Any, sums: Any, codes: Any, x: Any) -> Any:
-    """Use AVX2's `vpmaddubsw`, whose sums of two products have 16 bits, and `vpmaddwd`."""
+    """Use AVX2's `vpmaddubsw`, which adds two products in 16 bits, and `vpmaddwd`."""
     from llvmlite import ir
 
     words, halves, bytes_ = _vector(32, 8), _vector(16, 16), _vector(8, 32)
@@ -368,7 +366,7 @@ def _dot_avx2(builder: Any, sums: Any, codes: Any, x: Any) -> Any:
 
 
 def _dot_neon(builder: Any, sums: Any, codes: Any, x: Any) -> Any:
-    """Use Arm's `sdot`; codes have at most 6 bits, so that they are positive as signed bytes."""
+    """Use Arm's `sdot`; codes of at most 6 bits are positive as signed bytes."""
     words, bytes_ = _vector(32, 4), _vector(8, 16)
 
     def dot(builder: Any, sums: Any, codes: Any, x: Any) -> Any:
@@ -380,7 +378,7 @@ def _dot_neon(builder: Any, sums: Any, codes: Any, x: Any) -> Any:
 
 
 def _dot_plain(builder: Any, sums: Any, codes: Any, x: Any) -> Any:
-    """Use multiplications of 32 bits, which every processor has."""
+    """Use 32-bit multiplications, which every processor has."""
     from llvmlite import ir
 
     whole = _vector(32, TILE_ROWS)
@@ -402,15 +400,15 @@ _DOT_PRODUCTS: dict[str, DotProduct] = {
 
 
 def dot_product(instructions: str) -> DotProduct:
-    """Return the product of bytes with these instructions; see `dot_product_name`."""
+    """Return the dot product of bytes by the name of its instructions; see `dot_product_name`."""
     return _DOT_PRODUCTS[instructions]
 
 
-# ---- codes of floats of 4 bits
+# ---- conversion of 4-bit floats to codes
 
 
 def _look_up(name: str, nbytes: int) -> Lookup:
-    """Return a lookup by a function of LLVM for vectors of some bytes, in runs of 16."""
+    """Return a lookup by an LLVM intrinsic on vectors of `nbytes` bytes."""
 
     def look_up(builder: Any, floats: Any) -> Any:
         from llvmlite import ir
@@ -426,7 +424,7 @@ def _look_up(name: str, nbytes: int) -> Lookup:
 
 
 def _look_up_plain(builder: Any, floats: Any) -> Any:
-    """Select the code of each float, one after the other."""
+    """Select the code of each float by 16 comparisons."""
     from llvmlite import ir
 
     kind = _vector(8, 64)

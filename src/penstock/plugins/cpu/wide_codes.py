@@ -1,6 +1,6 @@
-"""Products with codes converted to floats, instead of MLX's quantized kernels on the CPU.
+"""Products with codes converted to floats, replacing MLX's quantized kernels on the CPU.
 
-On the CPU, MLX decodes every code again for each row of the product. With several rows it is faster
+On the CPU, MLX decodes every code again for each row of the product. For several rows it is faster
 to convert the codes once and use BLAS: 3 to 8 times for 32 rows.
 """
 
@@ -12,16 +12,16 @@ from math import gcd
 import mlx.core as mx
 
 ALONG_FROM = {2: 3, 3: 3, 4: 2, 5: 4, 6: 3, 8: 1}
-"""Minimum rows from which a product along codes is faster with floats, by bits."""
+"""Minimum number of rows for which a transposed product is faster with floats, by bits."""
 ACROSS_FROM = {2: 3, 3: 3, 4: 5, 5: 3, 6: 5, 8: 5}
-"""Minimum rows from which a product across codes is faster with floats, by bits."""
+"""Minimum number of rows for which a product is faster with floats, by bits."""
 BUFFERS = 5
-"""Floats alive at once, relative to the floats multiplied together; 4.4 measured, because MLX works
+"""Number of floats in memory at once per float multiplied; 4.4 measured, because MLX evaluates
 several operations ahead."""
 
 
 def is_quicker(rows: int, bits: int, *, transpose: bool) -> bool:
-    """Return whether a product of `rows` rows with codes is faster with floats."""
+    """Return whether a product of `rows` rows is faster with codes converted to floats."""
     return rows >= (ALONG_FROM if transpose else ACROSS_FROM)[bits]
 
 
@@ -36,15 +36,15 @@ def multiply(
     at_once: int,
 ) -> mx.array:
     """Multiply float32 by codes like `mx.quantized_matmul`, decoding `at_once` codes at a time."""
-    biases = biases + scales * 2 ** (bits - 1)  # of codes about zero, see `_WideCodes`
+    biases = biases + scales * 2 ** (bits - 1)  # offsets of centered codes, see `_WideCodes`
     products: list[mx.array] = []
-    by_span = codes.ndim > 3  # tokens are in spans, with a product each
+    by_span = codes.ndim > 3  # one product per span of tokens
     count = codes.shape[1]
     step = max(1, at_once * bits * count // max(1, 32 * codes.size))
     for start in range(0, max(1, count), step):
         columns = slice(start, start + step)
         now = codes[:, columns]
-        if products:  # one after the other, so that few of them are floats at the same time
+        if products:  # in sequence, so that few codes are floats at the same time
             now = mx.depends([now], [products[-1]])[0]
         chunk = _WideCodes(now, scales[:, columns], biases[:, columns], bits)
         if transpose:
@@ -117,9 +117,9 @@ class _WideCodes:
 
 
 def planes(codes: mx.array, bits: int) -> list[mx.array]:
-    """Return codes (..., words) as uint8 planes: plane i of k has the codes i, i + k, ...
+    """Return codes (..., words) as k uint8 planes: plane i has the codes i, i + k, ...
 
-    Expects the bit order of `pack`, with each code in at most two bytes.
+    Each code must be in at most two bytes, in the bit order of `pack`.
     """
     raw = codes.view(mx.uint8)
     common = gcd(8, bits)

@@ -1,1 +1,1 @@
-"""GGUF files: header, config, weights and tokenizer converted for mlx-lm."""
+"""Loading of GGUF files: header, config, weights and tokenizer are converted for mlx-lm."""

@@ -1,7 +1,7 @@
 """Conversion of GGUF architectures to mlx-lm's configs and weight names.
 
-A new architecture is a function from a header to the special values of its config, and a line in
-`ARCHITECTURES`. Keys and names are those of
+To add an architecture, write a function that returns the special part of its config, and add a line
+to `ARCHITECTURES`. Keys and names are those of
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and of llama.cpp's
 `gguf-py/gguf/constants.py`.
 """
@@ -107,11 +107,11 @@ _WHOLE_NAMES = {
     "linear_attn.dt.bias": "linear_attn.dt_bias",
     "self_attn.sinks.weight": "self_attn.sinks",
 }
-"""Names of arrays that are no module's `weight` or `bias`."""
+"""Names of arrays that are not the `weight` or `bias` of a module."""
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that become part of the config; the model has no such weights."""
+"""Tensors that are converted to values of the config; the model has no such weights."""
 _PARTLY_ROTARY = ("phi3", "glm4", "qwen35", "qwen35moe")
-"""Architectures that may rotate only part of a head."""
+"""Architectures whose RoPE may rotate only a part of a head."""
 _BLOCK = re.compile(r"blk\.([0-9]{1,9})\.([\w.]+?)(\.weight|\.bias|)")
 
 
@@ -121,32 +121,32 @@ class Architecture:
     special: Callable[[Header, str], Config]
     """Function that returns the architecture-specific part of the config."""
     names: Mapping[str, str] = field(default_factory=lambda: _COMMON)
-    """Names of mlx-lm's modules within a layer, by name in the file."""
+    """Names of modules within a layer in mlx-lm, by their name in the file."""
     interleaved: bool = False
-    """Whether the rows of queries and keys are in RoPE's interleaved order."""
+    """Whether the file has the rows of queries and keys in RoPE's interleaved order."""
     norm_offset: float = 0.0
-    """Offset that the file includes in the weights of norms, and mlx-lm adds itself."""
+    """Offset that is included in the file's norm weights, but that mlx-lm adds itself."""
     prefix: str = ""
-    """Prefix of all names of mlx-lm's model."""
+    """Prefix of all weight names in mlx-lm's model."""
     scales_rope: bool = True
-    """Whether mlx-lm's model reads `rope_scaling`."""
+    """Whether mlx-lm's model supports `rope_scaling`."""
 
 
 def architecture(header: Header) -> Architecture:
-    """Return the architecture of a file. Raises ModelError with the list of supported ones."""
+    """Return the architecture of a file; ModelError if it is not supported."""
     name = header.get("general.architecture", str)
     if name not in ARCHITECTURES:
         raise ModelError(
-            f"{header.name} has the architecture {str(name)[:64]!r}; GGUF files are read of "
+            f"{header.name} has the architecture {str(name)[:64]!r}; supported in GGUF files are "
             f"{', '.join(sorted(ARCHITECTURES))}"
         )
     if name == "llama" and header.integer("llama.expert_count", 0):
-        raise ModelError(f"{header.name}: llama with experts (Mixtral) is not read from GGUF")
+        raise ModelError(f"{header.name}: llama with experts (Mixtral) is not supported in GGUF")
     return ARCHITECTURES[name]
 
 
 def config(header: Header) -> Config:
-    """Return the config for mlx-lm's loader and `penstock plan`. Raises ModelError."""
+    """Return the config for mlx-lm's loader and `penstock plan`; ModelError if unsupported."""
     kind, prefix = architecture(header), str(header.metadata["general.architecture"])
     heads = header.integer(f"{prefix}.attention.head_count")
     hidden = header.integer(f"{prefix}.embedding_length")
@@ -154,7 +154,7 @@ def config(header: Header) -> Config:
     if not 0 < heads <= hidden or theta <= 0:
         raise ModelError(
             f"{header.name}: {counted(heads, 'head')} on {counted(hidden, 'number')}, "
-            f"turned by a base of {theta:g}, "
+            f"with a RoPE base of {theta:g}, "
             f"are no model"
         )
     common = {
@@ -176,15 +176,15 @@ def config(header: Header) -> Config:
     rotary = header.integer(f"{prefix}.rope.dimension_count", head)
     if rotary != head and prefix not in _PARTLY_ROTARY:
         raise ModelError(
-            f"{header.name}: {rotary:,} of {counted(head, 'number')} of a head are "
-            f"turned; only all of them "
-            "are read"
+            f"{header.name}: RoPE rotates {rotary:,} of {counted(head, 'number')} of a head; "
+            f"only whole heads "
+            "are supported"
         )
     scaling = _rope_scaling(header, prefix)
     if scaling and not kind.scales_rope:
         raise ModelError(
-            f"{header.name}: positions are scaled by {scaling['type']!r}, which "
-            f"{kind.model_type} of mlx-lm does not"
+            f"{header.name}: RoPE scaling {scaling['type']!r} is not supported by mlx-lm's "
+            f"{kind.model_type}"
         )
     whole = {
         **common,
@@ -196,17 +196,20 @@ def config(header: Header) -> Config:
 
 
 def layer_count(header: Header) -> int:
-    """Return the number of layers, without those that predict further tokens."""
+    """Return the number of layers, excluding those for multi-token prediction."""
     prefix = str(header.metadata.get("general.architecture"))
     predicting = header.integer(f"{prefix}.nextn_predict_layers", 0)
     layers = header.integer(f"{prefix}.block_count") - predicting
     if layers < 1:
-        raise ModelError(f"{header.name}: {predicting:,} of its layers predict, and none is left")
+        raise ModelError(f"{header.name}: all {predicting:,} layers are for multi-token prediction")
     return layers
 
 
 def is_read(header: Header, tensor: str) -> bool:
-    """Return whether a tensor is a weight of the model: not RoPE's, not of a predicting layer."""
+    """Return whether a tensor is a weight of the model that is loaded.
+
+    RoPE's factors and layers for multi-token prediction are not.
+    """
     predicting = f"{header.metadata.get('general.architecture')}.nextn_predict_layers"
     match = _BLOCK.fullmatch(tensor)
     if match is not None and predicting in header.metadata:
@@ -215,7 +218,7 @@ def is_read(header: Header, tensor: str) -> bool:
 
 
 def _key_heads(header: Header, prefix: str, heads: int) -> int:
-    """Return the number of KV heads; where layers have none, that of the others."""
+    """Return the number of KV heads of the layers that have any; it must be the same for all."""
     name = f"{prefix}.attention.head_count_kv"
     counts = header.integers(name) if name in header.metadata else [heads]
     positive = {count for count in counts if count}
@@ -225,7 +228,7 @@ def _key_heads(header: Header, prefix: str, heads: int) -> int:
 
 
 def _check_sizes(header: Header, config: Config) -> None:
-    """Raise ModelError if the config contradicts the size of a tensor, as memory depends on it."""
+    """Raise ModelError if the config contradicts the size of a tensor."""
     for name, claimed, actual in _claims(header, config):
         if claimed != actual:
             raise ModelError(
@@ -234,7 +237,7 @@ def _check_sizes(header: Header, config: Config) -> None:
 
 
 def _claims(header: Header, config: Config) -> Iterator[tuple[str, int, int]]:
-    """Yield the name of each size, its value in the config, and its value in the tensors."""
+    """Yield the name of a size, its value in the config, and its value in the tensors."""
     layers = {
         int(match[1])
         for name in header.tensors
@@ -260,7 +263,7 @@ def _claims(header: Header, config: Config) -> Iterator[tuple[str, int, int]]:
 
 
 def _joined_rows(config: Config, of_attention: int) -> int:
-    """Return the rows of attn_qkv, which are those of a recurrent layer in Qwen 3.5."""
+    """Return the rows of attn_qkv, which in Qwen 3.5 belongs to recurrent layers."""
     if "linear_num_key_heads" not in config:
         return of_attention
     return int(
@@ -270,7 +273,7 @@ def _joined_rows(config: Config, of_attention: int) -> int:
 
 
 def module_of(kind: Architecture, tensor: str) -> str | None:
-    """Return the name in mlx-lm's model of a tensor; None if the model has no such weight.
+    """Return mlx-lm's name for a tensor of the file; None if the model has no such weight.
 
     >>> module_of(ARCHITECTURES["llama"], "blk.3.attn_q.weight")
     'model.layers.3.self_attn.q_proj.weight'
@@ -287,14 +290,14 @@ def module_of(kind: Architecture, tensor: str) -> str | None:
 
 
 def end_tokens(header: Header) -> list[int]:
-    """Return the tokens that end an answer, by metadata and by text, like llama.cpp."""
+    """Return the tokens that end an answer, found by metadata and by text, like llama.cpp."""
     texts = header.get("tokenizer.ggml.tokens", list, [])
     named = [
         header.integer(f"tokenizer.ggml.{key}_token_id")
         for key in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
         if f"tokenizer.ggml.{key}_token_id" in header.metadata
     ]
-    ends = _end_marks(frozenset(text for text in texts if isinstance(text, str)))
+    ends = _end_marks(frozenset(texts))
     marks = [token for token, text in enumerate(texts) if text in ends]
     return list(dict.fromkeys([*named, *marks]))
 
@@ -302,14 +305,14 @@ def end_tokens(header: Header) -> list[int]:
 def _end_marks(texts: frozenset[str]) -> frozenset[str]:
     ends = texts & END_MARKS
     if texts.issuperset(("<|return|>", "<|call|>")) or texts.issuperset(("<|calls|>", "<|flush|>")):
-        ends -= {"<|end|>"}  # which ends a message there, and no answer
+        ends -= {"<|end|>"}  # ends a message there, not the answer
     if texts & {"<|tool_response>", "<|plamo:eos|>"}:
-        ends -= {"</s>"}  # a text like any other there
+        ends -= {"</s>"}  # ordinary text there
     return ends
 
 
 CONTROL = 3
-"""Type of control tokens, which are not text."""
+"""Token type of control tokens, which are not text."""
 END_MARKS = frozenset(
     (
         *(
@@ -328,7 +331,7 @@ END_MARKS = frozenset(
         *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"),
     )
 )
-"""Texts of tokens that end an answer: end of turn, of text, and separators of code files."""
+"""Texts of tokens that end an answer: ends of turns and texts, separators of code files."""
 
 
 def _vocabulary(header: Header) -> int:
@@ -340,7 +343,7 @@ def _vocabulary(header: Header) -> int:
 
 
 def _rope_scaling(header: Header, prefix: str) -> Config | None:
-    """Return the RoPE scaling; None without one. Raises ModelError if unsupported."""
+    """Return the RoPE scaling, or None; raises ModelError if it is not supported."""
     kind = header.get(f"{prefix}.rope.scaling.type", str, "linear")
     old = header.number(f"{prefix}.rope.scale_linear", 0.0)
     factor = header.number(f"{prefix}.rope.scaling.factor", old) or 1.0
@@ -349,20 +352,20 @@ def _rope_scaling(header: Header, prefix: str) -> Config | None:
     attention = header.number(f"{prefix}.rope.scaling.attn_factor", 1.0)
     if not 0 < factor < math.inf or not 0 < attention < math.inf:
         raise ModelError(
-            f"{header.name}: positions scaled by {factor:g}, attention by {attention:g}, are none"
+            f"{header.name}: invalid RoPE scaling {factor:g}, or attention factor {attention:g}"
         )
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return None
     if kind == "linear":
         return {"type": "linear", "rope_type": "linear", "factor": factor}
     if kind == "longrope":
-        return None  # its factors are tensors
+        return None  # the factors are in tensors
     if kind != "yarn":
         raise ModelError(f"{header.name}: positions are scaled by {kind!r}, which is not read")
     for name, read in (("yarn_ext_factor", 1.0), ("yarn_attn_factor", 1.0)):
         value = header.number(f"{prefix}.rope.scaling.{name}", read)
-        if value not in (read, -1.0):  # -1 leaves it to the reader
-            raise ModelError(f"{header.name}: {name} is {value:g}; only {read:g} is read")
+        if value not in (read, -1.0):  # -1 means the default
+            raise ModelError(f"{header.name}: {name} is {value:g}; only {read:g} is supported")
     scaling = {"type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     for name in ("beta_fast", "beta_slow"):
         key = f"{prefix}.rope.scaling.yarn_{name}"
@@ -378,14 +381,14 @@ def _rope_scaling(header: Header, prefix: str) -> Config | None:
 def _factors(header: Header, name: str) -> list[float]:
     tensor = header.tensors[name]
     if tensor.form.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > 1 << 12:
-        raise ModelError(f"{header.name}: {name} is no short row of float32")
+        raise ModelError(f"{header.name}: {name} is not a short float32 vector")
     with tensor.file.open("rb") as stream:
         stream.seek(tensor.offset)
         return [float(x) for x in np.frombuffer(stream.read(tensor.nbytes), "<f4")]
 
 
 def _llama(header: Header, prefix: str) -> Config:
-    """Return Llama 3's RoPE scaling, which the file stores as one factor per frequency."""
+    """Return Llama 3's RoPE scaling, which the file has as one factor per frequency."""
     config: Config = {"rope_traditional": False}
     if "rope_freqs.weight" not in header.tensors:
         return config
@@ -407,7 +410,10 @@ def _llama(header: Header, prefix: str) -> Config:
 def llama3_factors(theta: float, scaling: Mapping[str, Any], count: int) -> list[float]:
     """Return the factors by which Llama 3 divides each frequency (Meta's `apply_scaling`).
 
-    `theta` is the base of the frequencies, `count` half of the head size.
+    Args:
+        theta: base of the frequencies.
+        scaling: `rope_scaling` of the config.
+        count: number of frequencies, half of the head size.
     """
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = [
@@ -435,7 +441,7 @@ def _qwen3moe(header: Header, prefix: str) -> Config:
 
 
 def _query_scale(header: Header, prefix: str, large: int) -> int:
-    """Return Gemma's query scale, which depends on the model size."""
+    """Return Gemma's `query_pre_attn_scalar`; the model with `large` layers has another rule."""
     head = header.integer(f"{prefix}.attention.key_length")
     if header.integer(f"{prefix}.block_count") != large:
         return head
@@ -494,7 +500,7 @@ def _check_attention_factor(header: Header, prefix: str, ratio: float) -> None:
         computed = math.sqrt(1 + math.log(ratio) / math.log(original))
     value = header.number(key, computed)
     if not math.isclose(value, computed, rel_tol=1e-3):
-        raise ModelError(f"{header.name}: {key} is {value:g}; only {computed:g} is read")
+        raise ModelError(f"{header.name}: {key} is {value:g}; only {computed:g} is supported")
 
 
 def _has(header: Header, tensor: str) -> bool:
@@ -518,7 +524,7 @@ def _glm4(header: Header, prefix: str) -> Config:
     if "output.weight" not in header.tensors:
         raise ModelError(f"{header.name} has no tensor output.weight, which mlx-lm's glm4 needs")
     if f"{prefix}.rope.dimension_sections" in header.metadata:
-        raise ModelError(f"{header.name}: positions of several axes (GLM-4V) are not read")
+        raise ModelError(f"{header.name}: positions with several axes (GLM-4V) are not supported")
     heads = header.integer(f"{prefix}.attention.head_count")
     head = header.integer(
         f"{prefix}.attention.key_length", header.integer(f"{prefix}.embedding_length") // heads
@@ -532,7 +538,7 @@ def _glm4(header: Header, prefix: str) -> Config:
 
 def _lfm2(header: Header, prefix: str) -> Config:
     if "output.weight" in header.tensors:
-        raise ModelError(f"{header.name} has a tensor output.weight, which mlx-lm's lfm2 has not")
+        raise ModelError(f"{header.name} has a tensor output.weight, unlike mlx-lm's lfm2")
     counts = header.integers(f"{prefix}.attention.head_count_kv")
     hidden = header.integer(f"{prefix}.embedding_length")
     return {
@@ -617,4 +623,4 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "gpt-oss": Architecture("gpt_oss", _gpt_oss, _GPT_OSS),
 }
-"""Supported architectures by name in the file; llama includes Mistral and SmolLM."""
+"""Supported architectures by their name in the file; llama includes Mistral and SmolLM."""

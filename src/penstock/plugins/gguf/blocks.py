@@ -1,9 +1,9 @@
 """Conversion of GGUF tensors for MLX: dense values, or codes with group scales and biases.
 
-Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K and Q5_K are affine in groups of 32, which is one of MLX's own
-forms: the codes are repacked without loss. Q2_K, Q3_K and Q6_K have groups of 16; the package
-`gguf` dequantizes them, and MLX quantizes them where codes stay codes, with scales that float16
-holds. The layouts of blocks are those of https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
+Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K and Q5_K are affine in groups of 32, which MLX supports, so their
+codes are repacked without loss. Q2_K, Q3_K and Q6_K have groups of 16; the package `gguf`
+dequantizes them, and unless the model is loaded in float32, MLX requantizes them. For the layouts
+of blocks see https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ import mlx.core as mx
 import numpy as np
 
 from penstock.errors import ModelError
-from penstock.plugins.gguf.header import FLOAT4, GROUP, TensorInfo
+from penstock.plugins.gguf.header import FLOAT4, GROUP, Form, TensorInfo
 
 Bytes: TypeAlias = np.ndarray[Any, Any]
+Codes: TypeAlias = tuple[Bytes, ...]
+"""Words of codes, scales, and biases in affine forms."""
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 
+NUMBERS_IN_CACHE = 1 << 18
+"""Numbers of a tensor whose codes are converted at a time."""
 NUMBERS_TOGETHER = 4 << 20
-"""Numbers of a tensor that are quantized anew at a time: 16 MB in float32."""
+"""Number of values of a tensor that are requantized at a time: 16 MB in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,7 @@ class AffineCodes:
 
     weight: mx.array
     scales: mx.array
-    """Scales in float32, (rows, groups); the file's are float16, or products of two."""
+    """Scales, (rows, groups) float32; in the file they are float16, or products of two."""
     biases: mx.array
     bits: int
 
@@ -45,7 +49,7 @@ class AffineCodes:
         return AffineCodes(self.weight[order], self.scales[order], self.biases[order], self.bits)
 
     def groups(self, order: mx.array) -> AffineCodes:
-        """Return the codes with groups of columns in another order."""
+        """Return the matrix with its groups of columns in the given order."""
         words = self.weight.reshape(*self.scales.shape, self.bits)[..., order, :]
         weight = words.reshape(self.weight.shape)
         return AffineCodes(weight, self.scales[..., order], self.biases[..., order], self.bits)
@@ -53,7 +57,7 @@ class AffineCodes:
 
 @dataclass(frozen=True, slots=True)
 class FloatCodes:
-    """Quantized matrix in MLX's mxfp4 format: 32 floats of 4 bits, and a power of two."""
+    """Quantized matrix in MLX's mxfp4 format: 4-bit floats, and a power of two per 32 of them."""
 
     weight: mx.array
     scales: mx.array
@@ -69,7 +73,7 @@ class FloatCodes:
 
 
 def read(tensor: TensorInfo, *, float32: bool = False) -> mx.array | AffineCodes | FloatCodes:
-    """Read one tensor; with `float32`, tensors to be dequantized anyway are read as float32."""
+    """Read one tensor; with `float32`, formats that MLX does not have are only dequantized."""
     raw = np.memmap(tensor.file, np.uint8, "r", tensor.offset, (tensor.nbytes,))
     form, bits = tensor.form.name, tensor.form.bits
     if form == "BF16":
@@ -77,19 +81,11 @@ def read(tensor: TensorInfo, *, float32: bool = False) -> mx.array | AffineCodes
     if form in _DENSE:
         return mx.array(raw.view(_DENSE[form]).reshape(tensor.shape))
     assert bits is not None
-    if form == FLOAT4:
-        blocks = raw.reshape(-1, tensor.form.block_bytes)
-        words = _packed(_nibbles(blocks[:, 1:]), bits)
-        shape = (*tensor.shape[:-1], -1)
-        return FloatCodes(mx.array(words.reshape(shape)), mx.array(blocks[:, 0].reshape(shape)))
-    if form in _AFFINE:
-        codes, scales, biases = _AFFINE[form](raw.reshape(-1, tensor.form.block_bytes))
-        rows = tensor.shape[:-1]
-        return AffineCodes(
-            mx.array(_packed(codes, bits).reshape(*rows, -1)),
-            mx.array(scales.reshape(*rows, -1)),
-            mx.array(biases.reshape(*rows, -1)),
-            bits,
+    if form in _CODES:
+        arrays = (x.reshape(*tensor.shape[:-1], -1) for x in _converted(raw, tensor.form))
+        weight, scales, *biases = map(mx.array, arrays)
+        return (
+            AffineCodes(weight, scales, biases[0], bits) if biases else FloatCodes(weight, scales)
         )
     by_row = raw.reshape(prod(tensor.shape[:-1]), -1)
     if float32:
@@ -97,14 +93,32 @@ def read(tensor: TensorInfo, *, float32: bool = False) -> mx.array | AffineCodes
     return _nearest(by_row, tensor, bits)
 
 
+def _converted(raw: Bytes, form: Form) -> list[Bytes]:
+    """Return the words of a tensor's codes, its scales, and its biases if it has any.
+
+    They are converted some blocks at a time, which stay in the processor's cache.
+    """
+    blocks = raw.reshape(-1, form.block_bytes)
+    together = NUMBERS_IN_CACHE // form.numbers
+    arrays: list[Bytes] = []
+    for first in range(0, len(blocks), together):
+        parts = _CODES[form.name](blocks[first : first + together])
+        if not arrays:
+            count = len(blocks[:together])
+            arrays = [np.empty((len(blocks), x.size // count), x.dtype) for x in parts]
+        for array, part in zip(arrays, parts, strict=True):
+            array[first : first + together] = part.reshape(-1, array.shape[1])
+    return arrays
+
+
 def _nearest(by_row: Bytes, tensor: TensorInfo, bits: int) -> AffineCodes:
-    """Quantize a tensor anew, with scales and biases in float16, some rows at a time."""
+    """Requantize a tensor, some rows at a time, with scales and biases rounded to float16."""
     count = max(1, NUMBERS_TOGETHER // tensor.shape[-1])
     parts: list[tuple[mx.array, ...]] = []
     for first in range(0, len(by_row), count):
         numbers = mx.array(_dequantized(by_row[first : first + count], tensor))
         _, scales, biases = mx.quantize(numbers, GROUP, bits)
-        scales *= 1 + 2**-11  # a scale rounded down would clip a group's ends
+        scales *= 1 + 2**-11  # rounding a scale down would clip the extremes of a group
         scales, biases = (side.astype(mx.float16).astype(mx.float32) for side in (scales, biases))
         by_group = numbers.reshape(*scales.shape, GROUP)
         steps = (by_group - biases[..., None]) / mx.where(scales == 0, 1, scales)[..., None]
@@ -145,7 +159,7 @@ def _packed(codes: Bytes, bits: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
 
 def _half(raw: Bytes) -> Floats:
     """Return float16 values in some columns of blocks as float32."""
-    return np.ascontiguousarray(raw).view("<f2").astype(np.float32)
+    return raw.view("<f2").astype(np.float32)
 
 
 def _nibbles(raw: Bytes) -> Bytes:
@@ -153,60 +167,69 @@ def _nibbles(raw: Bytes) -> Bytes:
     return np.concatenate([raw & 15, raw >> 4], axis=-1)
 
 
+def _nibble_words(raw: Bytes) -> Bytes:
+    """Return the words of codes in runs (..., bytes): low nibbles first, then high ones."""
+    pairs = np.ascontiguousarray(raw).view("<u2")
+    low, high = pairs & 0x0F | pairs >> 4 & 0xF0, pairs >> 4 & 0x0F | pairs >> 8 & 0xF0
+    words = np.empty((*raw.shape[:-1], 2, raw.shape[-1] // 16), np.uint64)
+    for number, side in enumerate((low, high)):
+        words[..., number, :] = side.astype(np.uint8).view(np.uint64)
+    return words.view("<u4")
+
+
 def _fifths(raw: Bytes) -> Bytes:
     """Return the fifth bits of 32 codes, from four bytes."""
     return np.unpackbits(np.ascontiguousarray(raw), axis=-1, bitorder="little") << 4
 
 
-def _q4_0(raw: Bytes) -> tuple[Bytes, Floats, Floats]:
+def _q4_0(raw: Bytes) -> Codes:
     scales = _half(raw[:, :2])
-    return _nibbles(raw[:, 2:]), scales, -8 * scales
+    return _nibble_words(raw[:, 2:]), scales, -8 * scales
 
 
-def _q4_1(raw: Bytes) -> tuple[Bytes, Floats, Floats]:
-    return _nibbles(raw[:, 4:]), _half(raw[:, :2]), _half(raw[:, 2:4])
+def _q4_1(raw: Bytes) -> Codes:
+    return _nibble_words(raw[:, 4:]), _half(raw[:, :2]), _half(raw[:, 2:4])
 
 
-def _q5_0(raw: Bytes) -> tuple[Bytes, Floats, Floats]:
+def _q5_0(raw: Bytes) -> Codes:
     scales = _half(raw[:, :2])
-    return _nibbles(raw[:, 6:]) | _fifths(raw[:, 2:6]), scales, -16 * scales
+    return _packed(_nibbles(raw[:, 6:]) | _fifths(raw[:, 2:6]), 5), scales, -16 * scales
 
 
-def _q5_1(raw: Bytes) -> tuple[Bytes, Floats, Floats]:
+def _q5_1(raw: Bytes) -> Codes:
     codes = _nibbles(raw[:, 8:]) | _fifths(raw[:, 4:8])
-    return codes, _half(raw[:, :2]), _half(raw[:, 2:4])
+    return _packed(codes, 5), _half(raw[:, :2]), _half(raw[:, 2:4])
 
 
-def _q8_0(raw: Bytes) -> tuple[Bytes, Floats, Floats]:
+def _q8_0(raw: Bytes) -> Codes:
     scales = _half(raw[:, :2])
-    return raw[:, 2:] ^ 128, scales, -128 * scales
+    return _packed(raw[:, 2:] ^ 128, 8), scales, -128 * scales
 
 
 def _k_scales(raw: Bytes) -> tuple[Floats, Floats]:
-    """Return the eight scales and biases of 256 values: 6 bits each, times two float16 factors."""
+    """Return the 8 scales and biases of 256 values, stored in 6 bits with two float16 factors."""
     low, mid, high = raw[:, 4:8], raw[:, 8:12], raw[:, 12:16]
     scales = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=-1)
     least = np.concatenate([mid & 63, high >> 4 | mid >> 6 << 4], axis=-1)
     return _half(raw[:, :2]) * scales, -_half(raw[:, 2:4]) * least
 
 
-def _k_nibbles(raw: Bytes) -> Bytes:
-    """Return 256 codes of four runs of 32 bytes: low nibbles of each run, then high ones."""
-    runs = raw.reshape(-1, 4, 32)
-    return np.stack([runs & 15, runs >> 4], axis=2).reshape(-1, 8, GROUP)
+def _q4_k(raw: Bytes) -> Codes:
+    return _nibble_words(raw[:, 16:].reshape(-1, 4, 32)), *_k_scales(raw)
 
 
-def _q4_k(raw: Bytes) -> tuple[Bytes, Floats, Floats]:
-    return _k_nibbles(raw[:, 16:]).reshape(-1, GROUP), *_k_scales(raw)
-
-
-def _q5_k(raw: Bytes) -> tuple[Bytes, Floats, Floats]:
+def _q5_k(raw: Bytes) -> Codes:
     fifth = raw[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    codes = _k_nibbles(raw[:, 48:]) | fifth << 4
-    return codes.reshape(-1, GROUP), *_k_scales(raw)
+    runs = raw[:, 48:].reshape(-1, 4, 32)
+    nibbles = np.stack([runs & 15, runs >> 4], axis=2).reshape(-1, 8, GROUP)
+    return _packed((nibbles | fifth << 4).reshape(-1, GROUP), 5), *_k_scales(raw)
 
 
-_AFFINE: dict[str, Callable[[Bytes], tuple[Bytes, Floats, Floats]]] = {
+def _float4(raw: Bytes) -> Codes:
+    return _nibble_words(raw[:, 1:]), raw[:, :1]
+
+
+_CODES: dict[str, Callable[[Bytes], Codes]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q5_0": _q5_0,
@@ -214,12 +237,13 @@ _AFFINE: dict[str, Callable[[Bytes], tuple[Bytes, Floats, Floats]]] = {
     "Q8_0": _q8_0,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
+    FLOAT4: _float4,
 }
-"""Functions that split blocks into codes, scales and biases."""
+"""Functions that split blocks into words of codes, scales and biases."""
 
 
 def _dequantized(by_row: Bytes, tensor: TensorInfo) -> Floats:
-    """Return rows of a tensor, (rows, columns), from their bytes (rows, bytes)."""
+    """Dequantize rows of a tensor, (rows, columns), from their bytes, (rows, bytes)."""
     try:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize

@@ -32,7 +32,7 @@ class GGUFFile:
         return loaded_bytes.packed_bytes(self._header)
 
     def codes_errors(self) -> dict[str, float]:
-        # MLX, which a plan does without.
+        # Imports MLX, which a plan does not need.
         from penstock.plugins.gguf.weights import nearest_errors
 
         return nearest_errors(self._header)
@@ -42,7 +42,7 @@ class GGUFFile:
         from penstock.models.widening import Widening
 
         header = self._header
-        architectures.config(header)  # refuses what is no model before anything is counted
+        architectures.config(header)  # raises ModelError for invalid files
         native, float32_bytes = loaded_bytes.native_bytes(header), loaded_bytes.wide_bytes(header)
         packed = self.packed_bytes()
         if packed is not None and not can_pack():
@@ -51,7 +51,7 @@ class GGUFFile:
 
     def load(self, weights_dtype: WeightsDtype, limit_bytes: int | None) -> Loaded:
         from penstock.models.mlx_lm import load_written
-        from penstock.plugins.gguf.weights import weights, write_folder
+        from penstock.plugins.gguf.weights import tensors, write_folder
 
         header, widening = self._header, self.widening(weights_dtype, limit_bytes)
         widening.check_limit(header.name)
@@ -61,7 +61,7 @@ class GGUFFile:
             dtype = "float32"
         return load_written(
             lambda folder: write_folder(header, folder, float32=is_wide, dtype=dtype),
-            weights(header, float32=is_wide, dtype=dtype, half_scales=widening.packs),
+            tensors(header, float32=is_wide, dtype=dtype, half_scales=widening.packs),
             widening,
             path=self._path,
             name=header.name,

@@ -1,8 +1,8 @@
 """GGUF headers: metadata and tensor locations, without reading weights.
 
-The format is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3,
-little-endian. Every length and count is checked against the bytes left in the file before memory is
-allocated for it. So a damaged or hostile header costs no more than its own size.
+The format is described in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; versions 2 and
+3, little-endian, are supported. Every length and count is checked against the bytes left in the
+file before memory is allocated, so a damaged or hostile header needs no more memory than its size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAGIC = b"GGUF"
 MAX_METADATA_BYTES = 256 << 20
 """Maximum size of the metadata in bytes; a vocabulary of 262,144 tokens takes 15 MB."""
 MAX_KEYS = 65_536
-"""Maximum number of metadata keys; files have about 40."""
+"""Maximum number of metadata keys; real files have about 40."""
 MAX_TENSORS = 65_536
 """Maximum number of tensors; the largest models have about 2,000."""
 MAX_DIMENSIONS = 4
@@ -46,14 +46,14 @@ class Form:
     numbers: int
     block_bytes: int
     bits: int | None = None
-    """Bits of the corresponding MLX codes; None for formats that are not quantized in MLX."""
+    """Bits of the corresponding MLX codes; None for dense formats."""
     is_exact: bool = True
 
 
 GROUP = 32
-"""Group size of MLX's codes."""
+"""Group size of the codes in MLX."""
 FLOAT4 = "MXFP4"
-"""Name of the format whose codes are floats of 4 bits."""
+"""Name of the format with 4-bit floats."""
 FORMS = {
     0: Form("F32", 1, 4),
     1: Form("F16", 1, 2),
@@ -70,7 +70,7 @@ FORMS = {
     30: Form("BF16", 1, 2),
     39: Form(FLOAT4, 32, 17, 4),
 }
-"""Supported formats by number in the file."""
+"""Supported tensor formats by their number in the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class TensorInfo:
 
     name: str
     shape: tuple[int, ...]
-    """Rows first, as in MLX; reversed compared with the file."""
+    """Shape in MLX's order, rows first; the file has the reverse."""
     form: Form
     file: Path
     offset: int
@@ -98,16 +98,16 @@ class Header:
     tensors: Mapping[str, TensorInfo] = field(repr=False)
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """Return a metadata value, or `default`; raises ModelError for another type."""
+        """Return a metadata value, or `default`; ModelError if it is not of type `kind`."""
         value = self.metadata.get(key, default)
         if value is None or isinstance(value, kind):
             return value
-        raise ModelError(f"{self.name}: {key} is of type {type(value).__name__}")
+        raise ModelError(f"{self.name}: {key} has the type {type(value).__name__}")
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return a non-negative integer, or `default`; raises ModelError if missing or invalid."""
+        """Return a non-negative integer, or `default`; ModelError if missing or invalid."""
         value = self.get(key, (int, np.ndarray), default)
-        if isinstance(value, np.ndarray):  # one a layer: equal ones are one number
+        if isinstance(value, np.ndarray):  # one per layer; accepted if all are equal
             if value.dtype.kind not in "iu" or len(set(value.tolist())) != 1:
                 raise ModelError(f"{self.name}: {key} is not one integer for all layers")
             value = int(value[0])
@@ -118,7 +118,7 @@ class Header:
         return int(value)
 
     def integers(self, key: str) -> list[int]:
-        """Return the integers of a key, one a layer; raises ModelError if missing or invalid."""
+        """Return one non-negative integer per layer; ModelError if missing or invalid."""
         value = self.get(key, (int, np.ndarray))
         if not isinstance(value, np.ndarray):
             layers = self.integer(f"{self.metadata['general.architecture']}.block_count")
@@ -128,7 +128,7 @@ class Header:
         return [int(count) for count in value]
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a finite number, or `default`; raises ModelError if missing or invalid."""
+        """Return a finite number, or `default`; ModelError if missing or invalid."""
         value = self.get(key, (int, float), default)
         if value is None or not np.isfinite(value):
             raise ModelError(f"{self.name}: the metadata has no finite {key}")
@@ -141,10 +141,11 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def read_header(path: str | Path) -> Header:
-    """Read the header of a GGUF file, or of all parts starting with `NAME-00001-of-0000N.gguf`.
+    """Read the header of a GGUF file, or of all parts if it is `NAME-00001-of-0000N.gguf`.
 
     Raises:
-        ModelError: not a GGUF file, a missing part, an unknown format, or a damaged header.
+        ModelError: it is not a GGUF file, a part is missing, a format is unsupported, or the
+            header is damaged.
     """
     first = Path(path).expanduser()
     files = _parts(first)
@@ -157,7 +158,7 @@ def read_header(path: str | Path) -> Header:
             tensors[tensor.name] = tensor
     counted = headers[0].get("split.tensors.count", int)
     if counted is not None and counted != len(tensors):
-        raise ModelError(f"{first.name}: its parts have {len(tensors)} tensors of {counted}")
+        raise ModelError(f"{first.name}: its parts have {len(tensors)} of {counted} tensors")
     return Header(first.name, headers[0].metadata, tensors)
 
 
@@ -167,7 +168,7 @@ def _parts(first: Path) -> list[Path]:
         return [first]
     number, count = int(match[1]), int(match[2])
     if number != 1:
-        raise ModelError(f"{first.name} is part {number} of {count}; name the first part")
+        raise ModelError(f"{first.name} is part {number} of {count}; pass the first part")
     stem = first.name[: match.start()]
     files = [first.with_name(f"{stem}-{n:05d}-of-{match[2]}{SUFFIX}") for n in range(1, count + 1)]
     for file in files:
@@ -188,7 +189,7 @@ def _read_file(file: Path) -> Header:
 
 
 class _Cursor:
-    """Sequential reader of a header that never reads past the end of the file."""
+    """Sequential reader of a header, which raises ModelError instead of reading past the end."""
 
     def __init__(self, raw: mmap.mmap, file: Path) -> None:
         self.raw, self.file = raw, file
@@ -241,7 +242,21 @@ class _Cursor:
             return self.numbers(kind, count)
         if count * 8 > len(self.raw) - self.position:
             raise self.damage(f"{count:,} texts do not fit into the file")
-        return [self.string() for _ in range(count)]
+        return self.strings(count)
+
+    def strings(self, count: int) -> list[str]:
+        """Return the next `count` strings; a fast path for vocabularies."""
+        raw, end = self.raw, min(len(self.raw), MAX_METADATA_BYTES)
+        read_length, position, pieces = struct.Struct("<Q").unpack_from, self.position, []
+        for _ in range(count):
+            start = position + 8
+            if start > end or (stop := start + read_length(raw, position)[0]) > end:
+                self.position = position
+                raise self.damage("a text should follow, and the header ends before")
+            pieces.append(raw[start:stop])
+            position = stop
+        self.position = position
+        return [piece.decode("utf-8", "surrogateescape") for piece in pieces]
 
     def numbers(self, kind: int, count: int) -> np.ndarray[Any, Any]:
         if kind not in _SCALARS:
@@ -261,8 +276,8 @@ class _Cursor:
         if form is None:
             known = ", ".join(form.name for form in FORMS.values())
             raise ModelError(
-                f"{self.file.name}: tensor {name[:64]!r} has form {kind}, which is not read; the "
-                f"forms that are read: {known}"
+                f"{self.file.name}: tensor {name[:64]!r} has format {kind}, which is not "
+                f"supported; supported are {known}"
             )
         if shape[-1] % form.numbers:
             raise self.damage(f"tensor {name[:64]!r} has rows of {shape[-1]:,} in {form.name}")

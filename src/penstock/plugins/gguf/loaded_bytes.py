@@ -1,4 +1,4 @@
-"""Memory of a GGUF file's weights once loaded; does not need MLX."""
+"""Memory of a GGUF file's weights once loaded, computed without MLX."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from penstock.plugins.gguf.header import FLOAT4, GROUP, Header, TensorInfo
 
 _WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4}
 _HALF_SCALES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q6_K", FLOAT4)
-"""Forms whose scales and offsets float16 holds exactly."""
+"""Formats whose scales and offsets can be represented exactly in float16."""
 _SYMMETRIC = ("Q4_0", "Q5_0", "Q8_0", FLOAT4)
-"""Forms whose offsets follow from their scales."""
+"""Formats whose offsets are determined by their scales."""
 _NAMES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 
 
 def activation_dtype(header: Header) -> str:
-    """Return the dtype of activations: float16 with codes, else that of the largest matrix.
+    """Return the dtype of activations: float16 if quantized, else that of the largest matrix.
 
-    Activations of models in MXFP4 do not fit into float16; theirs are bfloat16.
+    With MXFP4 it is bfloat16, because activations of these models overflow float16.
     """
-    if any(tensor.form.name == FLOAT4 for tensor in model_tensors(header)):
+    tensors = model_tensors(header)
+    if any(tensor.form.name == FLOAT4 for tensor in tensors):
         return "bfloat16"
-    if any(tensor.form.bits for tensor in model_tensors(header)):
+    if any(tensor.form.bits for tensor in tensors):
         return "float16"
-    largest = max(model_tensors(header), key=lambda tensor: tensor.nbytes)
+    largest = max(tensors, key=lambda tensor: tensor.nbytes)
     return {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}[largest.form.name]
 
 
 def native_bytes(header: Header) -> int:
-    return sum(sum(_bytes(tensor, activation_dtype(header))) for tensor in model_tensors(header))
+    dtype = activation_dtype(header)
+    return sum(sum(_bytes(tensor, dtype)) for tensor in model_tensors(header))
 
 
 def wide_bytes(header: Header) -> int:
@@ -40,7 +42,7 @@ def wide_bytes(header: Header) -> int:
 
 
 def packed_bytes(header: Header) -> int | None:
-    """Return the bytes of the weights if codes are multiplied directly; None without codes."""
+    """Return the bytes of packed weights; None if there are no quantized weights."""
     total, has_codes = 0, False
     for tensor in model_tensors(header):
         numbers, bits = prod(tensor.shape), tensor.form.bits
@@ -61,7 +63,7 @@ def model_tensors(header: Header) -> list[TensorInfo]:
 
 
 def bytes_by_kind(header: Header, *, float32: bool) -> dict[str, int]:
-    """Sum the bytes of weights by kind, for `memory.read_model_spec`, as loaded or in float32."""
+    """Return the bytes of the weights by kind, for `memory.read_model_spec`."""
     dtype = "float32" if float32 else activation_dtype(header)
     sums: Counter[str] = Counter()
     for tensor in model_tensors(header):

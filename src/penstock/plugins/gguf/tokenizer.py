@@ -1,8 +1,8 @@
 """Conversion of a GGUF file's tokenizer to tokenizer.json and tokenizer_config.json.
 
 Two kinds are supported: byte-level BPE (`gpt2` in the metadata: GPT-2, Llama 3, Qwen, SmolLM) and
-SentencePiece's BPE with scores (`llama`: Llama 2, Mistral, Gemma, Phi 3). The metadata names the
-rules that split a text before BPE, `tokenizer.ggml.pre`; the rules are those of llama.cpp's
+SentencePiece's BPE with scores (`llama`: Llama 2, Mistral, Gemma, Phi 3). `tokenizer.ggml.pre` is
+the name of the rules that split a text before BPE, which llama.cpp defines in
 `src/llama-vocab.cpp`.
 """
 
@@ -11,11 +11,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from tokenizers import (
-    AddedToken,
     Regex,
     Tokenizer,
     decoders,
@@ -30,10 +29,12 @@ from penstock.plugins.gguf.architectures import CONTROL, END_MARKS, end_tokens
 from penstock.plugins.gguf.header import Header
 from penstock.plurals import counted
 
+Merges: TypeAlias = list[tuple[str, str]]
+
 USER_DEFINED, BYTE = 4, 6
-"""Types of tokens: text that is always a single token; a single byte."""
+"""Token types: a text that always becomes this token; a single byte."""
 LONGEST_PIECE = 1_024
-"""Maximum characters of a SentencePiece piece; trained ones have 16 or 32."""
+"""Maximum characters of a SentencePiece piece; real ones have up to 16 or 32."""
 MOST_CHARACTERS = 16_000_000
 """Maximum characters of all pieces together; the largest vocabularies have two million."""
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -81,50 +82,62 @@ SPLITS: Mapping[str, tuple[str, ...]] = {
     "minicpm5": (r"\p{N}{1,3}", _MINICPM5),
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", _DIGIT),
 }
-"""Patterns that split a text before BPE, applied in turn, by name in the metadata."""
+"""Patterns that split a text before BPE, applied in order, by name in the metadata."""
 _BEGIN = frozenset((*_LLAMA3_NAMES, "tekken"))
 """Names of pre-tokenizers whose texts start with a BOS token."""
 _WHOLE_WORDS = _BEGIN | {"minicpm5"}
-"""Names of pre-tokenizers that keep words in the vocabulary whole, ignoring merges."""
+"""Names of pre-tokenizers with which a word in the vocabulary is one token, ignoring merges."""
 
 
 def write_tokenizer(header: Header, folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json into a folder, or raise ModelError."""
+    """Write tokenizer.json and tokenizer_config.json to a folder; ModelError if unsupported."""
     texts = _texts(header)
     build = {"gpt2": _byte_level, "llama": _sentence_piece}.get(
         str(header.get("tokenizer.ggml.model", str))
     )
     if build is None:
         kind = header.metadata.get("tokenizer.ggml.model")
-        raise ModelError(f"{header.name} has a tokenizer of kind {kind!r}; gpt2 and llama are read")
-    tokenizer = build(header, texts)
-    tokenizer.add_tokens(_added(header, texts))
+        raise ModelError(
+            f"{header.name} has a tokenizer of kind {kind!r}; only gpt2 and llama are supported"
+        )
+    tokenizer, merges = build(header, texts)
     begin = _special(header, "bos", texts)
     if begin is not None and header.get("tokenizer.ggml.add_bos_token", bool, _begins(header)):
         _put_first(tokenizer, texts[begin], begin)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    # A library's object of the whole vocabulary would be built for this file alone.
+    content = json.loads(tokenizer.to_str())
+    content["added_tokens"] = _added(header, texts)
+    content["model"]["vocab"] = {text: token for token, text in enumerate(texts)}
+    content["model"]["merges"] = merges
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(
         json.dumps(_config(header, texts)), encoding="utf-8"
     )
 
 
 def _begins(header: Header) -> bool:
-    """Return whether texts start with a BOS token if the file does not say."""
+    """Return whether texts start with a BOS token if the metadata does not specify it."""
     if header.get("tokenizer.ggml.model", str) == "llama":
         return True
     return str(header.get("tokenizer.ggml.pre", str, "default")) in _BEGIN
 
 
 def _texts(header: Header) -> list[str]:
-    """Return the vocabulary with duplicate texts replaced, because they would be ambiguous."""
+    """Return the texts of all tokens, with duplicates replaced by unique texts."""
     texts = header.get("tokenizer.ggml.tokens", list)
     if not texts or not all(isinstance(text, str) for text in texts):
         raise ModelError(f"{header.name} has no vocabulary of texts")
+    try:
+        "".join(texts).encode("utf-8")
+    except UnicodeEncodeError:  # bytes that are no text
+        raw = (text.encode("utf-8", "surrogateescape") for text in texts)
+        texts = [text.decode("utf-8", "replace") for text in raw]
+    if len(set(texts)) == len(texts):
+        return list(texts)
     seen: set[str] = set()
     unique = []
     for number, text in enumerate(texts):
-        clean = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-        unique.append(clean if clean not in seen else f"<unused repeat {number}>")
+        unique.append(text if text not in seen else f"<unused repeat {number}>")
         seen.add(unique[-1])
     return unique
 
@@ -135,21 +148,25 @@ def _types(header: Header, count: int) -> list[int]:
         return [1] * count
     if len(types) != count:
         raise ModelError(f"{header.name}: {len(types):,} types for {counted(count, 'token')}")
-    return [int(kind) for kind in types]
+    return [int(kind) for kind in types.tolist()]
 
 
-def _added(header: Header, texts: Sequence[str]) -> list[AddedToken]:
+def _added(header: Header, texts: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the tokens that are found in a text before it is split."""
     ends = {texts[token] for token in end_tokens(header) if token < len(texts)} & END_MARKS
     swallows = _swallows_blanks(header)
     return [
-        AddedToken(
-            text,
-            special=kind == CONTROL or text in ends,
-            normalized=False,
-            rstrip=swallows and text not in _KEEPS_BLANKS,
-        )
-        for text, kind in zip(texts, _types(header, len(texts)), strict=True)
-        if kind in (CONTROL, USER_DEFINED) or text in ends
+        {
+            "id": token,
+            "content": text,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": swallows and text not in _KEEPS_BLANKS,
+            "normalized": False,
+            "special": kind == CONTROL or text in ends,
+        }
+        for token, (text, kind) in enumerate(zip(texts, _types(header, len(texts)), strict=True))
+        if text and (kind in (CONTROL, USER_DEFINED) or text in ends)
     ]
 
 
@@ -157,7 +174,7 @@ _KEEPS_BLANKS = frozenset(("<unk>", "<s>", "<|endoftext|>"))
 
 
 def _swallows_blanks(header: Header) -> bool:
-    """Return whether whitespace after special tokens is ignored, as in Phi 3, detected by name."""
+    """Return whether special tokens absorb whitespace after them: Phi 3, recognized by name."""
     name = str(header.get("general.name", str, "")).lower()
     return any(sign in name for sign in ("phi-3", "phi3"))
 
@@ -172,19 +189,22 @@ def _special(header: Header, name: str, texts: Sequence[str]) -> int | None:
     return token
 
 
-def _byte_level(header: Header, texts: Sequence[str]) -> Tokenizer:
+def _byte_level(header: Header, texts: Sequence[str]) -> tuple[Tokenizer, Merges]:
+    """Return a tokenizer without its vocabulary, and its merges."""
     name = str(header.get("tokenizer.ggml.pre", str, "default"))
     if name not in SPLITS:
         raise ModelError(
-            f"{header.name}: texts are split as {name[:64]!r} says, which is not known; known are "
+            f"{header.name}: the pre-tokenizer {name[:64]!r} is not supported; supported are "
             f"{', '.join(sorted(SPLITS))}"
         )
-    pairs = [tuple(merge.split(" ", 1)) for merge in header.get("tokenizer.ggml.merges", list, [])]
-    vocabulary = {text: token for token, text in enumerate(texts)}
+    pairs = [merge.partition(" ") for merge in header.get("tokenizer.ggml.merges", list, [])]
+    known = set(texts)
     merges = [
-        pair for pair in pairs if len(pair) == 2 and {*pair, "".join(pair)} <= vocabulary.keys()
+        (left, right)
+        for left, blank, right in pairs
+        if blank and left in known and right in known and left + right in known
     ]
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE_WORDS))
+    tokenizer = Tokenizer(models.BPE(ignore_merges=name in _WHOLE_WORDS))
     if name in ("qwen2", "qwen35", "deepseek-r1-qwen"):
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -197,14 +217,15 @@ def _byte_level(header: Header, texts: Sequence[str]) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+    return tokenizer, merges
 
 
-def _sentence_piece(header: Header, texts: Sequence[str]) -> Tokenizer:
+def _sentence_piece(header: Header, texts: Sequence[str]) -> tuple[Tokenizer, Merges]:
+    """Return a tokenizer without its vocabulary, and its merges."""
     scores = header.get("tokenizer.ggml.scores", np.ndarray)
     if scores is None or len(scores) != len(texts):
         raise ModelError(
-            f"{header.name} has not one score for each of {counted(len(texts), 'token')}"
+            f"{header.name} does not have one score for each of {counted(len(texts), 'token')}"
         )
     types = _types(header, len(texts))
     normal = [kind not in (CONTROL, USER_DEFINED, BYTE) for kind in types]
@@ -212,14 +233,11 @@ def _sentence_piece(header: Header, texts: Sequence[str]) -> Tokenizer:
     if max(lengths, default=0) > LONGEST_PIECE or sum(lengths) > MOST_CHARACTERS:
         raise ModelError(
             f"{header.name}: its pieces have up to {counted(max(lengths), 'character')}, and "
-            f"{sum(lengths):,} together; at most {LONGEST_PIECE:,} and {MOST_CHARACTERS:,} are read"
+            f"{sum(lengths):,} in all; the limits are {LONGEST_PIECE:,} and {MOST_CHARACTERS:,}"
         )
-    vocabulary = {text: token for token, text in enumerate(texts)}
     unknown = _special(header, "unknown", texts)
     tokenizer = Tokenizer(
         models.BPE(
-            vocabulary,
-            _merges(texts, scores.tolist(), normal),
             unk_token=None if unknown is None else texts[unknown],
             fuse_unk=True,
             byte_fallback=True,
@@ -232,16 +250,14 @@ def _sentence_piece(header: Header, texts: Sequence[str]) -> Tokenizer:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
-    return tokenizer
+    return tokenizer, _merges(texts, scores.tolist(), normal)
 
 
-def _merges(
-    texts: Sequence[str], scores: Sequence[float], normal: Sequence[bool]
-) -> list[tuple[str, str]]:
+def _merges(texts: Sequence[str], scores: Sequence[float], normal: Sequence[bool]) -> Merges:
     """Return all pairs of pieces that form a piece, in merge order.
 
-    SentencePiece merges the adjacent pair with the best score, the left-most on a tie. A fixed
-    order cannot express this, so vocabulary order is used instead.
+    SentencePiece merges the adjacent pair with the best score, on a tie the left-most. BPE merges
+    have a fixed order instead, so ties are broken by vocabulary order.
     """
     ranks = {text: token for token, text in enumerate(texts)}
     merges = [

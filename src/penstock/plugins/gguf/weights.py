@@ -1,19 +1,21 @@
-"""Weights of a GGUF file under mlx-lm's names, one tensor at a time."""
+"""Weights of a GGUF file with mlx-lm's names, each tensor read when it is needed."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import mlx.core as mx
+import numpy as np
 
 from penstock.errors import ModelError
+from penstock.models.unread_weights import UnreadTensor
 from penstock.plugins.gguf import architectures, blocks
-from penstock.plugins.gguf.header import FLOAT4, GROUP, Header
+from penstock.plugins.gguf.header import FLOAT4, GROUP, Header, TensorInfo
 from penstock.plugins.gguf.loaded_bytes import model_tensors
 from penstock.plugins.gguf.tokenizer import write_tokenizer
 from penstock.plurals import counted
@@ -22,9 +24,9 @@ Weight: TypeAlias = mx.array | blocks.AffineCodes | blocks.FloatCodes
 
 NORM = "norm.weight"
 FLOAT32 = ".A_log"
-"""Name of arrays that stay in float32."""
+"""Suffix of the names of arrays that stay in float32."""
 MEASURED_TENSORS = 2
-"""Number of tensors per format whose error is measured."""
+"""Number of tensors per format whose conversion error is measured."""
 
 
 def write_folder(header: Header, folder: Path, *, float32: bool, dtype: str) -> None:
@@ -37,16 +39,16 @@ def write_folder(header: Header, folder: Path, *, float32: bool, dtype: str) -> 
     write_tokenizer(header, folder)
 
 
-def weights(
+def tensors(
     header: Header, *, float32: bool, dtype: str, half_scales: bool = False
-) -> Iterator[tuple[str, mx.array]]:
-    """Yield the weights by mlx-lm's names, evaluated; only one tensor is in memory at a time.
+) -> Iterator[UnreadTensor]:
+    """Yield the tensors with mlx-lm's names, to be read later.
 
     Args:
         header: header of the file.
-        float32: whether to dequantize codes.
-        dtype: name of the dtype of all numbers that are not codes.
-        half_scales: whether scales and offsets are in float16 where that is exact.
+        float32: whether to dequantize quantized tensors.
+        dtype: name of the dtype of dense weights, scales and offsets.
+        half_scales: whether to use float16 for scales and offsets if that is exact.
     """
     kind = architectures.architecture(header)
     config = architectures.config(header)
@@ -55,19 +57,15 @@ def weights(
         "attn_k": config["num_key_value_heads"],
     }
     number_type: mx.Dtype = getattr(mx, dtype)
-    for tensor in model_tensors(header):
-        name = architectures.module_of(kind, tensor.name)
-        if name is None:
-            raise ModelError(
-                f"{header.name} has a tensor {tensor.name[:64]!r}, which {kind.model_type} has not"
-            )
+
+    def read(tensor: TensorInfo, name: str) -> list[mx.array]:
         value = blocks.read(tensor, float32=float32)
         rotated = heads.get(tensor.name.split(".")[-2]) if kind.interleaved else None
         if rotated is not None:
             if tensor.shape[0] % (2 * rotated):
                 raise ModelError(
                     f"{header.name}: {counted(tensor.shape[0], 'row')} of "
-                    f"{tensor.name} are no pairs for "
+                    f"{tensor.name} cannot be divided into pairs for "
                     f"{rotated} heads"
                 )
             value = _straightened(value, rotated)
@@ -76,20 +74,28 @@ def weights(
         if "linear_num_key_heads" in config:
             value = _qwen35(tensor.name, value, config)
         if name.endswith("conv.weight") or name.endswith("conv1d.weight"):
-            value = _dense(value)[..., None]  # a column a channel, as MLX's convolutions have them
-        for suffix, array in _parts(value, name, number_type, float32=float32):
-            is_side = suffix.endswith((".scales", ".biases")) and array.dtype == number_type
-            if half_scales and is_side:
-                array = _in_half(array)
-            mx.eval(array)
-            yield suffix, array
+            value = _dense(value)[..., None]  # the shape of MLX's depthwise convolutions
+        dense_type = mx.float32 if name.endswith(FLOAT32) else number_type
+        weight, *sides = _arrays(value, number_type, dense_type, float32=float32)
+        if half_scales:
+            sides = [_in_half(side) if side.dtype == number_type else side for side in sides]
+        mx.eval(weight, sides)
+        return [weight, *sides]
+
+    for tensor in model_tensors(header):
+        name = architectures.module_of(kind, tensor.name)
+        if name is None:
+            raise ModelError(
+                f"{header.name} has a tensor {tensor.name[:64]!r}, unlike {kind.model_type}"
+            )
+        yield UnreadTensor(_names(tensor, name, float32=float32), partial(read, tensor, name))
 
 
 def _qwen35(name: str, value: Weight, config: dict[str, Any]) -> Weight:
-    """Return a tensor of a recurrent layer with its value heads in the order of mlx-lm.
+    """Return a tensor of a recurrent layer with its value heads in mlx-lm's order.
 
-    The file has the first value head of each key head, then the second ones; mlx-lm has all of a
-    key head together. `ssm_a` is minus the exponential of mlx-lm's array.
+    The file has the first value head of each key head, then the second ones; mlx-lm has all value
+    heads of a key head together. `ssm_a` is minus the exponential of mlx-lm's array.
     """
     part = name.split(".")[2] if name.startswith("blk.") else ""
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
@@ -112,18 +118,19 @@ def _qwen35(name: str, value: Weight, config: dict[str, Any]) -> Weight:
     if isinstance(value, mx.array):
         return value[:, numbers]
     if size % GROUP or isinstance(value, blocks.FloatCodes):
-        raise ModelError(f"{name} cannot be read in heads of {size:,} numbers in such codes")
+        raise ModelError(f"{name}: heads of {size:,} numbers are not supported in this format")
     return value.groups(numbers[::GROUP] // GROUP)
 
 
 def _in_half(numbers: mx.array) -> mx.array:
-    """Return numbers in float16, or as they are if float16 has not all of them."""
-    half = numbers.astype(mx.float16)
-    return half if mx.array_equal(half.astype(numbers.dtype), numbers) else numbers
+    """Convert an array to float16 if that is exact; otherwise return it unchanged."""
+    wide = np.asarray(numbers)  # with MLX's operations, each array would take a millisecond
+    half = wide.astype(np.float16)
+    return mx.array(half) if np.array_equal(half, wide) else numbers
 
 
 def nearest_errors(header: Header) -> dict[str, float]:
-    """Return the largest relative error of MLX's nearest codes in a few tensors, by format."""
+    """Return the maximum relative error of requantizing a few tensors, by format."""
     errors: dict[str, float] = {}
     counts: Counter[str] = Counter()
     for tensor in header.tensors.values():
@@ -135,7 +142,7 @@ def nearest_errors(header: Header) -> dict[str, float]:
 
 
 def _quantization(header: Header) -> dict[str, Any]:
-    """Return mlx-lm's `quantization` config of each quantized module; empty without any."""
+    """Return mlx-lm's `quantization` config; empty if no module is quantized."""
     kind = architectures.architecture(header)
     forms = {
         str(architectures.module_of(kind, tensor.name)).removesuffix(".weight"): tensor.form
@@ -156,10 +163,10 @@ def _quantization(header: Header) -> dict[str, Any]:
 
 
 def _straightened(value: Weight, heads: int) -> Weight:
-    """Return rows of queries or keys in the order of Hugging Face's models.
+    """Return the rows of queries or keys in the order of Hugging Face's models.
 
-    The file interleaves the pairs that RoPE rotates; Hugging Face has the first halves of all pairs
-    first.
+    The file interleaves the pairs that RoPE rotates; Hugging Face stores the first elements of all
+    pairs, then the second ones.
     """
     rows = (value if isinstance(value, mx.array) else value.weight).shape[0]
     return _in_rows(value, mx.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1))
@@ -173,18 +180,21 @@ def _dense(value: Weight) -> mx.array:
     return value if isinstance(value, mx.array) else value.dequantized()
 
 
-def _parts(
-    value: Weight, name: str, dtype: mx.Dtype, *, float32: bool
-) -> Iterator[tuple[str, mx.array]]:
-    if float32 or isinstance(value, mx.array):
-        yield name, _dense(value).astype(mx.float32 if name.endswith(FLOAT32) else dtype)
-        return
+def _names(tensor: TensorInfo, name: str, *, float32: bool) -> list[str]:
+    """Return the names of a tensor's parameters."""
+    if float32 or tensor.form.bits is None:
+        return [name]
     stem = name.removesuffix(".weight")
+    sides = ("scales",) if tensor.form.name == FLOAT4 else ("scales", "biases")
+    return [f"{stem}.{part}" for part in ("weight", *sides)]
+
+
+def _arrays(
+    value: Weight, side_dtype: mx.Dtype, dense_dtype: mx.Dtype, *, float32: bool
+) -> list[mx.array]:
+    """Return a tensor's parameters, in the order of their names."""
+    if float32 or isinstance(value, mx.array):
+        return [_dense(value).astype(dense_dtype)]
     if isinstance(value, blocks.FloatCodes):
-        yield f"{stem}.weight", value.weight
-        yield f"{stem}.scales", value.scales
-        return
-    coded = replace(value, scales=value.scales.astype(dtype), biases=value.biases.astype(dtype))
-    yield f"{stem}.weight", coded.weight
-    yield f"{stem}.scales", coded.scales
-    yield f"{stem}.biases", coded.biases
+        return [value.weight, value.scales]
+    return [value.weight, value.scales.astype(side_dtype), value.biases.astype(side_dtype)]

@@ -1,1 +1,1 @@
-"""Decode attention in custom kernels, from one source for Metal, CUDA and C++ (in tests)."""
+"""Custom kernels for decode attention, from one source for Metal, CUDA and C++ (in tests)."""

@@ -1,4 +1,4 @@
-"""Attention of one layer in a decode step by kernels: partial results per span, then a merge."""
+"""Attention of one layer in a decode step with kernels: partial results per span, then a merge."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ class KernelCall:
 
 
 class UnknownKernel(Exception):
-    """A kernel not compiled by the self-test."""
+    """The self-test did not compile this kernel."""
 
 
 Run: TypeAlias = Callable[[KernelCall], Sequence[mx.array]]
 
 
 class DeviceKernels:
-    """Kernels that MLX compiles for its GPU, each at its first call."""
+    """Runs kernels on MLX's GPU, compiling each at its first call."""
 
     def __init__(self, language: str) -> None:
         self._language = language
         self._made: dict[KernelText, Any] = {}
 
     def __call__(self, call: KernelCall) -> Sequence[mx.array]:
-        kernel = self._made.get(call.text)  # a name stands for heads of several sizes
+        kernel = self._made.get(call.text)  # not by name, which kernels for several sizes share
         if kernel is None:
             make: Any = mx.fast.metal_kernel if self._language == "metal" else mx.fast.cuda_kernel
             kernel = self._made[call.text] = make(
@@ -87,14 +87,14 @@ class LayerStep:
     layout: AttentionPlan
     layer: int
     tails: Layer
-    """Buffers of all slots, (slots, kv_heads, columns, dim), including the new tokens."""
+    """Tail buffers of all slots, (slots, kv_heads, columns, dim), including the new tokens."""
     scale: float
     sinks: mx.array | None
-    """Attention sinks, (heads,) float32, in base 2."""
+    """Attention sinks in base 2, (heads,) float32."""
 
 
 def device_kernels(device: AttentionBackend) -> KernelAttention | None:
-    """Return the kernels for a backend's device; None without any."""
+    """Return the kernels for a backend's device; None if there are none."""
     if not isinstance(device, GPUBackend):
         return None
     call, language = device.call_kernel, device.kernel_language
@@ -109,9 +109,9 @@ class KernelAttention:
         self._target = target
         self.known: set[Hashable] = set()
         self.threadgroups = THREADGROUPS
-        """Number of threadgroups that keeps the device busy."""
+        """Minimum number of threadgroups to keep the device busy."""
         self.only_known = False
-        """Whether to call only known kernels, because a compile error would end the step."""
+        """Whether to call only kernels that were called before; a compile error fails the step."""
 
     def attend(
         self,
@@ -119,7 +119,15 @@ class KernelAttention:
         plans: dict[Hashable, list[Dispatch]],
         most_bytes: int | None = None,
     ) -> mx.array | None:
-        """Attend like `Reads.attend`: (b, heads, width, value_dim), by the step's `plans`."""
+        """Attend to the plan of a step: (b, heads, width, value_dim).
+
+        Returns None if no kernel supports the step, or its results exceed `most_bytes`.
+
+        Args:
+            of: queries, plan and tails of one layer.
+            plans: plans of the step computed so far; new ones are added.
+            most_bytes: maximum bytes of partial results; None for no limit.
+        """
         keys, values = of.tails
         assert isinstance(keys, mx.array) and isinstance(values, mx.array)
         tail_form = form_of(of.tails, keys.dtype)
@@ -149,7 +157,7 @@ class KernelAttention:
         return self._call(call)
 
     def _finished(self, of: LayerStep, planned: Dispatch) -> mx.array:
-        """Read one format, and merge its partial results into the output."""
+        """Attend with one dispatch, and merge its partial results into the output."""
         b, heads, width, _ = of.queries.shape
         partials = self._partials(of, planned, of.queries)
         shape = b, heads, width, planned.form.values.dim
@@ -159,7 +167,7 @@ class KernelAttention:
         return result
 
     def _merged(self, of: LayerStep, planned: Sequence[Dispatch]) -> mx.array:
-        """Read several formats, and merge their results by plain operations."""
+        """Attend with several dispatches, and merge their results with plain operations."""
         parts = [self._part(of, dispatch) for dispatch in planned]
         b, heads, width, _ = of.queries.shape
         sunk = None
@@ -171,7 +179,7 @@ class KernelAttention:
         return result.astype(of.queries.dtype)
 
     def _part(self, of: LayerStep, planned: Dispatch) -> Partial:
-        """Return the rows' partial results for one format, (kv_heads, b * repeats * width, ...)."""
+        """Return the partial results of one dispatch, (kv_heads, b * repeats * width, ...)."""
         keys, values = planned.sides(of.layer, of.tails)[0]
         b, heads = of.queries.shape[:2]
         queries, kv_heads = of.queries, of.reading.kv_heads
@@ -204,7 +212,7 @@ class KernelAttention:
             *(("SIMDGROUPS", geometry.simdgroups), ("TILE", tile)),
         )
         count = of.reading.kv_heads, planned.partials
-        flat = (max(LEAST_NUMBERS, prod(count)),)  # one text of the merge, however few they are
+        flat = (max(LEAST_NUMBERS, prod(count)),)  # so that one source of the merge suffices
         return self._run(
             KernelCall(
                 kernel_text.partial_text(self._target, form, spans, staged=staged),

@@ -1,4 +1,4 @@
-"""Selection of the ways to attend for a model, by a self-test on its device."""
+"""Choice of attention implementations for a model, by a self-test on its device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def layer_forms(runner: Runner) -> list[AttentionForm]:
-    """Return the attention shapes of the layers that read KV in place."""
+    """Return the distinct attention shapes of the layers that read KV in place."""
     if runner.fitness.way != "shared" or runner.layout.compresses:
         return []
     forms = (
@@ -33,7 +33,7 @@ def layer_forms(runner: Runner) -> list[AttentionForm]:
 def try_ways(
     runner: Runner, rows: int, codec: str | None = None, seconds: float | None = None
 ) -> WayChoice | None:
-    """Compare the ways to attend on this device; None if there is only one."""
+    """Test the attention implementations on this device; None if there is only one."""
     seconds = selftest.SECONDS if seconds is None else seconds
     kernels, layers = device_kernels(runner.device), layer_forms(runner)
     if kernels is None or not layers:
@@ -59,11 +59,11 @@ def chosen_ways(runner: Runner, limits: EngineSettings, ledger: Ledger) -> Atten
         logger.warning("attention kernels are disabled: %s", choice.why_off)
     elif choice.unread:
         unread = "; ".join(choice.unread)
-        logger.warning("no attention kernel supports %s; using plain operations", unread)
+        logger.warning("no attention kernel supports %s; plain operations are used there", unread)
     if choice.is_cut_short and choice.why_off is None:
         logger.warning(
-            "the self-test of attention did not finish in %g s: plain operations compute "
-            "untested steps",
+            "the self-test of attention kernels did not finish in %g s; decode steps of untested "
+            "shapes use plain operations",
             selftest.SECONDS,
         )
     return choice.ways

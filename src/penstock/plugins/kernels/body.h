@@ -1,13 +1,13 @@
-// Attention of a group of rows over a span of columns: what all targets compile.
+// Attention of a group of rows over a span of columns; common to all targets.
 //
-// Written for one lane. VF, VI and VB are a lane's float, int and bool; plain types are the same in
-// all lanes of a simdgroup. The names in capitals are the macros of metal.h, cuda.h and, for tests,
+// The code is that of one lane. VF, VI and VB are values that differ between lanes; plain types are
+// equal in all lanes of a simdgroup. Names in capitals are macros of metal.h, cuda.h and, in tests,
 // lockstep.h.
 
 FN int smaller(int a, int b) { return a < b ? a : b; }
 FN int larger(int a, int b) { return a > b ? a : b; }
 
-// Numbers as the model has them: columns of DIM, from column 0 of a head on.
+// Raw values: columns of DIM, from column 0 of a head on.
 template <class P, int DIM>
 struct Numbers {
   P numbers;
@@ -17,8 +17,8 @@ struct Numbers {
   }
 };
 
-// Codes of BITS, one stream of little-endian bits a column. GROUP neighbors share a scale and an
-// offset; with GROUP 0 a column has one scale, and its levels are `step` apart around zero.
+// Codes of BITS bits, one little-endian bit stream per column. GROUP neighbors share a scale and an
+// offset; with GROUP 0 a column has one scale, and its levels are `step` apart, symmetric to zero.
 template <class P, class S, int DIM, int BITS, int GROUP>
 struct Codes {
   P codes;
@@ -48,7 +48,7 @@ struct Codes {
   }
 };
 
-// Codes of a column that has one scale: BITS + 1 in its first half, BITS in the second.
+// Codes of columns with one scale: BITS + 1 bits in the first half of a column, BITS in the second.
 template <class P, class S, int DIM, int BITS>
 struct Halves {
   P finer;
@@ -69,9 +69,9 @@ struct Halves {
   }
 };
 
-// Codes by channel, in a tile: 64 columns of a channel share a scale and an offset. In memory each
-// channel has its columns in one stream of bits. In a tile all channels have their first words,
-// then their second ones, so that lanes read neighbors.
+// Per-channel codes, in a tile: 64 columns of a channel share a scale and an offset. In memory the
+// columns of a channel are one bit stream. A tile has the first words of all channels, then the
+// second ones, so that lanes read adjacent words.
 template <class P, class S, int DIM, int BITS>
 struct Channels {
   P codes;
@@ -91,7 +91,7 @@ struct Channels {
   }
 };
 
-// Place of a word of such codes, counted as memory has those of a tile from column `start` on.
+// Index in memory of word i of a tile that starts at column `start`.
 template <int DIM, int BITS, int TILE>
 FN int word_of_span(int start, int i) {
   const int words = TILE / 32 * BITS, channel = i / words, word = i % words;
@@ -104,9 +104,9 @@ FN int word_of_tile(int i) {
   return i % words * DIM + i / words;
 }
 
-// Let the ROWS rows of a simdgroup read the columns first..stop-1. LANES lanes share a column; the
-// others read the next ones. The source's column 0 is `origin`. Each of a lane's rows has four
-// limits: it sees a column c < end that is < last and either < keep or >= low.
+// Attend for the ROWS rows of a simdgroup to the columns first..stop-1. LANES lanes share a column;
+// the others read the next columns. Column 0 of the sources is `origin`. Each row has four limits:
+// it sees column c if c < end, c < last, and c < keep or c >= low.
 template <int ROWS, int LANES, int KEY_DIM, int VALUE_DIM, class K, class V>
 FN void attend(
     K keys, V values, int origin, int first, int stop, VI lane, THREAD const int* limits,
@@ -186,7 +186,7 @@ FN void attend(
   }
 }
 
-// Merge what the lanes read that had other columns: all of them have all of it then.
+// Merge the results of lanes that read different columns; afterwards all lanes have the result.
 template <int LANES, int NUMBERS>
 FN void merge_lanes(THREAD VF* top, THREAD VF* total, THREAD VF* mixed) {
   UNROLL

@@ -1,4 +1,4 @@
-// What body.h is written in, for CUDA.
+// Macros of body.h for CUDA.
 #define FN __device__ __forceinline__
 #define DEVICE
 #define THREAD
@@ -23,7 +23,7 @@
 #define SIMDGROUP (threadIdx.x / 32)
 #define LANE (int(threadIdx.x) % 32)
 
-// 16 bytes at a time: columns are multiples of 16 numbers, and so is where arrays begin.
+// Loads 16 bytes at a time: columns and the starts of arrays are multiples of 16 values.
 #define LOADS_NUMBERS
 template <class T>
 struct __align__(16) Loaded {

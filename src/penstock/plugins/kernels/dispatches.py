@@ -1,4 +1,4 @@
-"""Plan of a decode step's reads as integer arrays for the kernels."""
+"""Plan of a decode step's kernel calls, as integer arrays that the kernels read."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from penstock.plugins.kernels.kernel_text import most_spans
 from penstock.plugins.kernels.span_forms import LEAST_NUMBERS, SpanForm, form_of
 
 FAR = 2**30
-"""Limit larger than any column."""
+"""Number larger than any column, for "no limit"."""
 SPLITS = (32, 64, 128, 256, 512, 1_024)
-"""Possible numbers of columns per task."""
+"""Numbers of columns per task to choose from."""
 SIMDGROUPS = 8
-"""Maximum simdgroups per threadgroup: a lane has up to 168 registers on an H100, as compiled by
-nvrtc, and a multiprocessor has 65,536."""
+"""Maximum number of simdgroups per threadgroup: a lane needs up to 168 registers on an H100, and a
+multiprocessor has 65,536."""
 THREADGROUPS = 512
-"""Number of threadgroups that keeps a GPU busy; columns are split until there are as many."""
+"""Number of threadgroups that keeps a GPU busy; spans are split to get at least as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class Geometry:
     """Division of a task's rows between lanes and simdgroups."""
 
     rows: int
-    """Rows of a simdgroup, whose queries and results are in its registers."""
+    """Number of rows per simdgroup, whose queries and results are in registers."""
     lanes: int
     """Number of lanes that share a column."""
     simdgroups: int
-    """Number of simdgroups per threadgroup; with more than one, columns are staged."""
+    """Number of simdgroups per threadgroup; if more than one, columns are staged."""
 
     @classmethod
     def of(cls, form: SpanForm, stacked: int) -> Geometry:
@@ -53,9 +53,9 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Columns visible to a row's first new token: c < end, c < last, and c < keep or c >= low.
+    """Columns c visible to a row's first new token: c < end, c < last, and c < keep or c >= low.
 
-    For each following token `last` and `low` increase by one.
+    `last` and `low` increase by one for each further new token.
     """
 
     end: int
@@ -66,13 +66,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Columns `first..stop - 1` of a span, read by the rows from `row` on, each with its limits."""
+    """Columns `first..stop - 1` of a span, read by the rows from `row` on with these limits."""
 
     span: int
     base: int
-    """Index of column 0 of head 0 in the arrays, in columns."""
+    """Index of column 0 of head 0 in the arrays, in units of columns."""
     head_stride: int
-    """Distance between heads in columns."""
+    """Distance between heads, in units of columns."""
     first: int
     stop: int
     row: int
@@ -85,13 +85,13 @@ class Dispatch:
 
     form: SpanForm
     segments: tuple[Segment | None, ...]
-    """Segments of the spans; None for the tails."""
+    """Segment of each span; None for the tails."""
     geometry: Geometry
     plan: mx.array
     lists: mx.array
     tasks: int
     partials: int
-    """Number of rows over all tasks: partial results per KV head."""
+    """Number of partial results per KV head: rows summed over all tasks."""
     most_stacked: int
 
     @property
@@ -128,22 +128,24 @@ class StepReading:
 def partial_bytes(heads: int, dim: int, width: int, tokens: int, parts: int) -> int:
     """Return an upper bound of the bytes of a row's partial and merged results.
 
-    Each of the `parts` spans, of `tokens` columns in total, ends with a task; `width` is the number
-    of new tokens.
+    Args:
+        width: number of new tokens.
+        tokens: total number of columns of all spans.
+        parts: number of spans.
     """
     tasks = -(-tokens // SPLITS[0]) + 2 * parts
     return heads * width * (tasks + parts) * (padded(dim) + 2) * mx.float32.size
 
 
 def limits_of(row: DecodeRow, start: int, end: int, window: AttentionWindow) -> Limits:
-    """Return the columns visible to a row in a span at position `start` with `end` columns."""
+    """Return the limits of a row in a span at position `start` with `end` columns."""
     low = -FAR if window.window is None else row.position - window.window + 1 - start
     keep = window.keep - start if window.window is not None else 0
     return Limits(end, row.position + 1 - start, max(low, -FAR), keep)
 
 
 def signature(layout: AttentionPlan, layer: int, dtype: mx.Dtype) -> Hashable:
-    """Return a key shared by layers with the same plan; None if kernels cannot read all of it."""
+    """Return a key that is equal for layers with the same plan; None if a format is unsupported."""
     parts = []
     for segment in segments_of(layout):
         form = form_of(segment.layers[layer], dtype)
@@ -168,7 +170,7 @@ def dispatches(
     tails: tuple[SpanForm, int],
     threadgroups: int = THREADGROUPS,
 ) -> list[Dispatch]:
-    """Plan the kernel calls of a layer: one per format, or per dozen spans of it."""
+    """Plan the kernel calls of a layer: one per format and up to `most_spans` spans."""
     by_form: dict[SpanForm, dict[int, list[Range]]] = {}
     segments: dict[int, Segment] = {}
     for level in layout.levels:
@@ -263,7 +265,7 @@ def _dispatch(
 def _split(
     form: SpanForm, ranges: Sequence[tuple[int, Range]], kv_heads: int, threadgroups: int
 ) -> int:
-    """Return the columns per task: the maximum with enough threadgroups."""
+    """Return the maximum number of columns per task that gives enough threadgroups."""
     splits = [split for split in SPLITS if split % form.span == 0]
     for split in reversed(splits):
         count = sum(-(-(ranged.stop - ranged.first) // split) for _, ranged in ranges)
@@ -273,10 +275,10 @@ def _split(
 
 
 def _flat(lists: Sequence[Sequence[int]]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """Return the offset of each row's list, the end of the last, and the lists."""
+    """Return the offset of each row's list, the end of the last list, and all lists."""
     ends = len(lists) + 1 + np.cumsum([0, *map(len, lists)])
     items = [item for entries in lists for item in entries]
-    padding = [0] * LEAST_NUMBERS  # MLX has arrays of fewer numbers in another address space
+    padding = [0] * LEAST_NUMBERS  # MLX puts smaller arrays in another address space
     return np.array([*ends, *items, *padding], np.int32)
 
 

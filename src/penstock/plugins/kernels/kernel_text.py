@@ -1,4 +1,4 @@
-"""Source text of the kernels: bodies, macros and code generated from the format of a span."""
+"""Source code of the kernels: bodies, macros, and code generated for the format of a span."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from penstock.plugins.kernels.span_forms import TILE_COLUMNS, ArrayKind, SideFor
 
 FOLDER = Path(__file__).parent
 MOST_BUFFERS = 24
-"""Maximum buffers for the spans of a dispatch; with queries, plan, numbers and three results 30 of
-the 31 that Metal allows."""
+"""Maximum number of buffers for the spans of a dispatch. With queries, plan, numbers and three
+results that makes 30 of the 31 that Metal allows."""
 SPANS = (4, 12)
-"""Numbers of spans for which kernels are compiled; a dispatch with fewer repeats its first. The
-last is the maximum, or less if a span has more than two arrays."""
+"""Numbers of spans for which kernels are compiled; a dispatch with fewer repeats its first span.
+The last is the maximum, which is lower if a span has more than two arrays."""
 TILE_BYTES = 16_384
-"""Threadgroup memory of a tile; Metal allows 32 KiB per threadgroup."""
+"""Threadgroup memory of a tile in bytes; Metal allows 32 KiB per threadgroup."""
 COLUMNS = 4
 """Columns that a lane reads between two updates of the running maximum, as in constants.h."""
 METAL_PROLOGUE = """  const uint3 group_ = threadgroup_position_in_grid;
@@ -63,7 +63,7 @@ def padded_spans(form: SpanForm, spans: int) -> int:
 
 @cache
 def partial_text(target: str, form: SpanForm, spans: int, *, staged: bool) -> KernelText:
-    """Return the kernel for reading up to `spans` spans of a format."""
+    """Return the kernel that computes partial results of up to `spans` spans of a format."""
     sides = (("k", "KEY", form.keys), ("v", "VALUE", form.values))
     pick = "".join(_pick(letter, side, spans, target) for letter, _, side in sides)
     read = _read(FOLDER / "staged.h" if staged else FOLDER / "direct.h", sides, target)
@@ -87,7 +87,7 @@ def partial_text(target: str, form: SpanForm, spans: int, *, staged: bool) -> Ke
 
 @cache
 def merge_text(target: str, *, finished: bool) -> KernelText:
-    """Return the kernel that merges a row's partial results into a final or a partial result."""
+    """Return the kernel that merges partial results, into the output or into one partial result."""
     source = _body("merge.h", target).replace(
         "    WRITE_MERGED\n", _file("finished.h" if finished else "unfinished.h")
     )
@@ -99,14 +99,14 @@ def merge_text(target: str, *, finished: bool) -> KernelText:
 
 @cache
 def header(target: str) -> str:
-    """Return the text before a kernel; tests provide their own macros, loads and stores."""
+    """Return the source code before a kernel: constants, macros and functions of a target."""
     target_files = () if target == "lockstep" else (f"{target}.h", "lane.h")
     names = ("constants.h", *target_files, "body.h")
     return "".join(map(_file, names))
 
 
 def tile_step(lanes: int) -> int:
-    """Return the number of columns that a simdgroup reads together."""
+    """Return the number of columns that a simdgroup reads in one iteration."""
     return COLUMNS * 32 // lanes
 
 
@@ -136,7 +136,7 @@ def _types(side: SideForm, target: str) -> list[str]:
 
 
 def _pick(letter: str, side: SideForm, spans: int, target: str) -> str:
-    """Select the arrays of the task's span, starting at its head's column 0."""
+    """Generate code that selects the arrays of the task's span, from column 0 of its head on."""
     lines = []
     names = _names(letter, side)
     for name, kind in zip(names, _types(side, target), strict=True):
@@ -202,7 +202,10 @@ def _tiles(letter: str, side: SideForm, target: str) -> str:
 
 
 def _stage(letter: str, word: str, side: SideForm) -> str:
-    """Copy columns `start..stop - 1` of a side to its tile; all of a tile if words are shared."""
+    """Generate code that copies columns of keys or values to threadgroup memory.
+
+    Columns `start..stop - 1`, or the whole tile for per-channel codes.
+    """
     lines = []
     for name, array in zip(_names(letter, side), side.arrays, strict=True):
         line = ROW_STAGE

@@ -1,4 +1,4 @@
-// Loads and stores of one lane, where a lane is a thread.
+// Loads and stores of one lane, for targets on which a lane is a thread.
 #ifndef LOADS_NUMBERS
 template <class P>
 FN void load_numbers(THREAD float* to, P from) {

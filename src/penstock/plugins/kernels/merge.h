@@ -1,4 +1,4 @@
-  // One simdgroup: a stacked row and a key head. Each lane has every 32nd number of the values.
+  // One simdgroup per stacked row and KV head; each lane has every 32nd element of the values.
   const int each = (VALUE_DIM + 31) / 32;
   const int stacked = int(GROUP_X), head = int(GROUP_Y);
   const int per_row = plan[0] * plan[1], kv_heads = plan[2], partials = plan[3];

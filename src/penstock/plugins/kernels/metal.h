@@ -1,5 +1,5 @@
-// What body.h is written in, for Metal. Names of the grid stand in the text of the kernel itself:
-// MLX looks for them there.
+// Macros of body.h for Metal. The kernel itself contains the names of grid variables, because MLX
+// looks for them there.
 #define FN inline
 #define DEVICE device
 #define THREAD thread

@@ -1,14 +1,14 @@
-  // One threadgroup: a task, a key head, and up to ROWS * SIMDGROUPS of the rows that read it.
+  // One threadgroup per task, KV head, and up to ROWS * SIMDGROUPS of the task's rows.
   const int key_chunks = (KEY_DIM / CHUNK + LANES - 1) / LANES;
   const int value_chunks = (VALUE_DIM / CHUNK + LANES - 1) / LANES;
   const int at = HEADER + int(GROUP_X) * TASK;
   const int head = int(GROUP_Y), kv_heads = plan[2], partials = plan[3];
   const int span = plan[at], first = plan[at + 3], count = plan[at + 4];
-  const int per_row = plan[0] * plan[1];  // query heads of a key head, times new tokens
+  const int per_row = plan[0] * plan[1];  // query heads per KV head, times new tokens
   const int stacked = plan[at + 6] * per_row;
   const int tile_first = int(GROUP_Z) * ROWS * SIMDGROUPS;
   if (tile_first >= stacked) return;
-  // Head and base count columns; in numbers they may pass 2^31.
+  // In columns; in values it may exceed 2^31.
   const size_t column_0 = size_t(plan[at + 1]) + size_t(head) * size_t(plan[at + 2]);
 
   ACROSS(VF, query, ROWS * key_chunks * CHUNK);

@@ -1,4 +1,4 @@
-"""Self-test of the kernels on a device: correctness first, then which way is fastest."""
+"""Self-test of the kernels on a device: checks results, then times the implementations."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ from penstock.plugins.kernels.ways import AttentionForm, AttentionWay, Situation
 logger = logging.getLogger(__name__)
 Numbers: TypeAlias = npt.NDArray[np.float32]
 SECONDS = 0.3
-"""Time limit in seconds, not counting compilation, which happens once per kernel."""
+"""Time limit in seconds, excluding compilation, which happens once per kernel."""
 COMPARED_SHARE = 0.5
-"""Maximum share of the time for comparing results; the rest is for timing."""
+"""Maximum share of the time limit for checking results; the rest is for timing."""
 TOKENS = 2_048
-"""Tokens of the longest timed sequence."""
+"""Number of tokens of the longest timed sequence."""
 CHECKED_TOKENS = 192
-"""Tokens of a sequence whose results are compared."""
+"""Number of tokens of sequences whose results are checked."""
 BLOCK = 64
 PARTS = 8
-"""Number of parts of a sequence timed with many parts."""
+"""Number of parts of the timed sequence with many parts."""
 MANY_PARTS = 16
-"""Number of parts of a sequence that needs several dispatches."""
+"""Number of parts of a checked sequence that needs several dispatches."""
 TAIL = 6
-"""Tokens in a row's tail."""
+"""Maximum number of tokens in a row's tail."""
 AT_ONCE = 4
 SHARE = 0.9
-"""Maximum time relative to plain operations at which another way replaces them."""
+"""An implementation replaces plain operations if its time is at most this share of theirs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Milliseconds per layer of attention, by way; without the ways that failed."""
+    """Milliseconds of one layer's attention, by implementation; those that failed are missing."""
 
     layer: AttentionForm
     situation: Situation
     milliseconds: dict[AttentionWay, float]
     chosen: AttentionWay
     coded: bool = False
-    """Whether codes are read, besides tails."""
+    """Whether the KV is quantized, except for tails."""
 
     @property
     def step(self) -> str:
@@ -66,16 +66,16 @@ class Timing:
 
 @dataclass(slots=True)
 class WayChoice:
-    """Measured times, and the ways chosen."""
+    """Result of the self-test: measured times, and the implementations chosen."""
 
     ways: Ways
     timings: list[Timing] = field(default_factory=list)
     why_off: str | None = None
-    """Reason why kernels are off; None if they are on."""
+    """Reason why kernels are disabled; None if they are enabled."""
     unread: list[str] = field(default_factory=list)
-    """Layers and codecs that no kernel supports, if others are supported."""
+    """Layers and codecs that no kernel supports; empty if kernels are disabled."""
     is_cut_short: bool = False
-    """Whether time ran out; untested steps then use plain operations."""
+    """Whether time ran out, so that untested steps use plain operations."""
 
 
 class TimeBudget:
@@ -104,7 +104,17 @@ def choose(
     tokens: int = TOKENS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> WayChoice:
-    """Compare the ways on random steps, and choose the fastest with correct results."""
+    """Choose the fastest implementation with correct results for each kind of decode step.
+
+    Args:
+        layers: attention shapes of the model's layers.
+        kernels: kernels of the device; None if there are none.
+        rows: maximum number of rows of a step.
+        scheme: codecs of the KV; None if it is not quantized.
+        seconds: time limit.
+        tokens: length of the timed sequences.
+        clock: returns seconds.
+    """
     choice = WayChoice(Ways(kernels))
     if kernels is None:
         choice.why_off = "this device has none"
@@ -134,11 +144,11 @@ def choose(
 
 
 def nbytes(layers: Sequence[AttentionForm], rows: int, tokens: int = TOKENS) -> int:
-    """Return an upper bound of the memory of `choose`."""
+    """Return an upper bound of the memory that `choose` needs."""
     largest, tokens = 0, max(tokens, CHECKED_TOKENS, MANY_PARTS * BLOCK) + 2 * BLOCK
     for form in layers:
         dims = form.key_dim + form.value_dim
-        kv = tokens * rows * (2 + AT_ONCE) * form.kv_heads * dims  # joined parts among them
+        kv = tokens * rows * (2 + AT_ONCE) * form.kv_heads * dims  # including joined copies
         compared = 2 * tokens * form.heads * dims
         scores = 10 * AT_ONCE * rows * form.heads * (tokens + dims)
         largest = max(largest, mx.float32.size * (kv + compared + scores))
@@ -152,7 +162,7 @@ def _compare_all(
     choice: WayChoice,
     budget: TimeBudget,
 ) -> None:
-    """Compare results for every format, and disable the kernels if one is wrong."""
+    """Check the kernels' results for every format, and disable the kernels if one is wrong."""
     read = list(forms)
     try:
         for number, step in enumerate(_compared_steps(rows)):
@@ -167,7 +177,7 @@ def _compare_all(
                     choice.unread.append(f"{codec}{layer}")
         if not read:
             choice.why_off = f"none reads {'; '.join(choice.unread)}"
-    except Exception as error:  # noqa: BLE001 - whatever a compiler or a driver raises
+    except Exception as error:  # noqa: BLE001 - compilers and drivers may raise anything
         choice.why_off = " ".join(str(error).split())[:200] or type(error).__name__
     if choice.why_off is not None:
         choice.ways.kernels = None
@@ -175,7 +185,7 @@ def _compare_all(
 
 
 def _compared_steps(rows: int) -> list[tuple[Situation, int, int]]:
-    """Return situations with numbers of rows and parts, those to be timed first."""
+    """Return situations, each with numbers of rows and parts; those timed later come first."""
     alone = [(Situation.ONE_PART, 1, PARTS)]
     alone += [(Situation.PARTS, 1, parts) for parts in (PARTS, MANY_PARTS)]
     smaller = [2**i for i in range(1, rows.bit_length()) if 2**i != rows]
@@ -191,7 +201,7 @@ def _compare(
     seed: int,
     budget: TimeBudget,
 ) -> bool:
-    """Return whether the kernels support a step; raise ValueError for wrong results."""
+    """Return whether the kernels support a step; raise ValueError if a result is wrong."""
     (layer, scheme), (situation, count, parts) = form, step
     trial = TrialStep.random(layer, situation, count, CHECKED_TOKENS, scheme, seed, parts)
     windows = (AttentionWindow(), AttentionWindow(CHECKED_TOKENS // 2, 8))
@@ -218,7 +228,7 @@ def _is_right(
         mx.eval(results)
         if len(kernels.known) == known:
             break
-        budget.leave_out(budget.clock() - began)  # it was compiled, and runs again
+        budget.leave_out(budget.clock() - began)  # a kernel was compiled; run again
     off, allowed = trial.error(results, window, sinks=sinks)
     if not off <= allowed:
         raise ValueError(f"a result is off by {off:.2g}, more than {allowed:.2g}: {trial.layer}")
@@ -234,7 +244,7 @@ def _time(
     tokens: int,
     budget: TimeBudget,
 ) -> Timing | None:
-    """Time the ways to attend in a step; None if time runs out."""
+    """Time all implementations in one kind of step; None if the time runs out."""
     if budget.is_over:
         return None
     count = 1 if situation.is_alone else rows
@@ -243,12 +253,12 @@ def _time(
     if choice.ways.kernels is not None:
         candidates[AttentionWay.KERNEL] = Ways(choice.ways.kernels, always=AttentionWay.KERNEL)
     milliseconds: dict[AttentionWay, float] = {}
-    for way in [*candidates, *candidates, *candidates]:  # in turn: the first runs warm it up
+    for way in [*candidates, *candidates, *candidates]:  # interleaved; the first runs are warm-up
         if budget.is_over:
             return None
         try:
             spent = _seconds(trial, candidates[way], budget.clock)
-        except Exception as error:  # a way that fails is not taken
+        except Exception as error:  # an implementation that fails is not chosen
             logger.debug("attention (%s) could not be timed", way.value, exc_info=error)
             milliseconds[way] = float("inf")
             continue
@@ -271,7 +281,7 @@ def _seconds(trial: TrialStep, ways: Ways, clock: Callable[[], float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TrialStep:
-    """Random decode step of one layer."""
+    """Decode step of one layer with random data."""
 
     layer: AttentionForm
     rows: list[DecodeRow]
@@ -291,7 +301,7 @@ class TrialStep:
         seed: int,
         parts: int = PARTS,
     ) -> TrialStep:
-        """Create random sequences of up to `tokens` tokens; ragged ones differ in length."""
+        """Create a step with sequences of up to `tokens` tokens; ragged ones differ in length."""
         keys = iter(mx.random.split(mx.random.key(seed), 8 + 2 * 16 * (rows + 2)))
 
         def normal(*shape: int) -> mx.array:
@@ -350,7 +360,7 @@ class TrialStep:
     def run_layers(
         self, count: int, ways: Ways, window: AttentionWindow, *, sinks: bool
     ) -> list[mx.array | None]:
-        """Return the attention of `count` equal layers of one step with a common plan."""
+        """Return the attention outputs of `count` equal layers of one step, None if unsupported."""
         step = DecodeStep.of(devices.current(), self.rows, self.tails, ways=ways)
         (reads,) = decode_reads(step, [window])
         layer_sinks = self.sinks if sinks else None
@@ -367,7 +377,7 @@ class TrialStep:
     def error(
         self, result: mx.array, window: AttentionWindow, *, sinks: bool
     ) -> tuple[float, float]:
-        """Return the deviation of a result from the reference, and the tolerance for rounding."""
+        """Return the maximum error of a result, and the tolerance for rounding."""
         largest = off = 0.0
         answers = _host(result)
         for i, row in enumerate(self.rows):
@@ -380,7 +390,7 @@ class TrialStep:
     def _expected(
         self, i: int, row: DecodeRow, window: AttentionWindow, *, sinks: bool
     ) -> tuple[Numbers, float]:
-        """Return a row's reference attention, (heads, dim), and its largest value."""
+        """Return a row's attention computed with NumPy, (heads, dim), and the largest value."""
         sides: list[Numbers] = []
         for number in (0, 1):
             parts = [part.segment.layers[0][number] for part in row.parts]

@@ -17,18 +17,18 @@ from penstock.kv.columns import Side
 
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256, 512)
 BITS = (2, 3, 4, 5, 6, 8)
-"""Supported code widths in bits."""
+"""Supported numbers of bits per code."""
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 LEAST_NUMBERS = 8
-"""Minimum array size for kernels, because MLX puts smaller ones in another address space."""
+"""Minimum size of arrays for kernels, because MLX puts smaller ones in another address space."""
 MOST_COLUMNS = 2**30
-"""Maximum columns of an array over all heads, because indices have 32 bits."""
+"""Maximum number of columns of an array over all heads, because indices have 32 bits."""
 MOST_NUMBERS = 2**31 - 1
-"""Maximum values per head of an array, for the same reason."""
+"""Maximum number of values per head of an array, for the same reason."""
 TILE_COLUMNS = 32
-"""Minimum columns of a tile for a per-channel codec: whole words of each channel."""
+"""Minimum columns of a tile for per-channel codecs, so that each channel has whole words."""
 MOST_TILE_BYTES = 24_576
-"""Threadgroup memory of such a tile, of the 32 KiB that Metal allows."""
+"""Maximum threadgroup memory of such a tile in bytes; Metal allows 32 KiB."""
 
 
 class ArrayKind(Enum):
@@ -40,10 +40,10 @@ class ArrayKind(Enum):
 @dataclass(frozen=True, slots=True)
 class HeldArray:
     suffix: str
-    """Suffix of its name among a kernel's arguments, after the side's."""
+    """Suffix of the name of the kernel argument."""
     kind: ArrayKind
     count: int
-    """Number of values per head in the columns encoded together."""
+    """Number of values per head and group of columns encoded together."""
 
     def nbytes(self, dtype: mx.Dtype) -> int:
         sizes = {
@@ -57,7 +57,7 @@ class HeldArray:
 @dataclass(frozen=True, slots=True)
 class SideForm:
     dim: int
-    """Size of a column, including padding by a codec."""
+    """Head size, including padding by a codec."""
     bits: int = 0
     """Bits per code; 0 for raw values."""
     group: int = 0
@@ -65,8 +65,7 @@ class SideForm:
     half: bool = False
     """Whether the first half of a column has one more bit."""
     span: int = 1
-    """Number of columns encoded together; if more than one, each channel has its own scale and
-    offset."""
+    """Number of columns encoded together; if more than one, scales and offsets are per channel."""
 
     @property
     def arrays(self) -> tuple[HeldArray, ...]:

@@ -1,5 +1,5 @@
-  // Several simdgroups have other rows and read the same columns: TILE of them at a time are copied
-  // to threadgroup memory, as they lie, so that each is loaded once.
+  // Several simdgroups have different rows but read the same columns. TILE columns at a time are
+  // copied to threadgroup memory, without conversion, so that each is loaded once.
   TILES
   for (int start = FIRST_TILE; start < first + count; start += TILE) {
     const int stop = smaller(start + TILE, first + count);

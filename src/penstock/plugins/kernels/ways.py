@@ -1,4 +1,4 @@
-"""Ways to attend in decode steps on a GPU, and the choice between them."""
+"""Implementations of decode attention on a GPU, and the choice between them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from penstock.plugins.kernels.dispatches import StepReading, partial_bytes, segm
 
 LEAST_PART = 64
 """Minimum average tokens per part. Steps with shorter parts use plain operations, because the
-ledger does not count so many partial results."""
+memory estimate does not cover so many partial results."""
 JOINED = 2
-"""Number of copies of a layer's KV while it is joined: raw, and dequantized."""
+"""Number of copies of a layer's KV while it is concatenated: raw, and dequantized."""
 logger = logging.getLogger(__name__)
 
 
@@ -33,11 +33,11 @@ class AttentionWay(Enum):
     """MLX's operations on the parts in place."""
     KERNEL = "kernel"
     FUSED = "fused"
-    """MLX's fused attention on joined parts."""
+    """MLX's fused attention on concatenated parts."""
 
 
 class Situation(Enum):
-    """Shape of a step's reads, as far as the fastest way depends on it."""
+    """Kinds of decode steps for which the fastest implementation may differ."""
 
     ONE_PART = "one row, one part"
     PARTS = "one row, many parts"
@@ -58,7 +58,7 @@ class Situation(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AttentionForm:
-    """Heads, sizes and dtype of a layer's attention."""
+    """Numbers of heads, head sizes and dtype of a layer's attention."""
 
     heads: int
     kv_heads: int
@@ -75,17 +75,17 @@ class AttentionForm:
 
 
 StepForm: TypeAlias = tuple[AttentionForm, Situation, bool]
-"""Attention shape of a layer, situation of the step, and whether codes are read."""
+"""Attention shape of a layer, situation of the step, and whether its KV is quantized."""
 
 
 @dataclass(slots=True)
 class Ways:
-    """The way for each kind of step; plain unless another is faster."""
+    """The implementation for each kind of step; plain operations unless another is faster."""
 
     kernels: KernelAttention | None = None
     table: Mapping[StepForm, AttentionWay] = field(default_factory=dict)
     always: AttentionWay | None = None
-    """Way for everything during a self-test."""
+    """Implementation to use for all steps, in a self-test."""
 
     def nbytes(self, tokens: int, width: int) -> int:
         largest = 0
@@ -129,24 +129,24 @@ class Ways:
             of = LayerStep(queries, reading, layout, layer, (keys, values), scale, sinks)
             most_bytes = None if self.always else _counted_bytes(form, reading)
             return self.kernels.attend(of, step.kernel_plans, most_bytes)
-        # A boundary: a driver compiles and runs the kernel. Plain operations have the same numbers,
-        # so no error of it, of whatever class, ends a request.
+        # A boundary: a driver compiles and runs the kernel. Plain operations compute the same
+        # result, so that no error of a driver fails a request.
         except Exception as error:
             if self.always is not None:
                 raise
-            logger.warning("attention kernels are disabled: %s", error)
+            logger.warning("a kernel failed, so attention uses plain operations now: %s", error)
             self.kernels = None
             return None
 
 
 def _kernel_bytes(heads: int, dim: int, width: int, tokens: int) -> int:
-    """Return the bytes that the ledger counts for a row read by kernels."""
+    """Return the bytes that the memory estimate includes for a row with kernels."""
     parts = -(-tokens // LEAST_PART) + 1
     return partial_bytes(heads, dim, width, tokens, parts)
 
 
 def _counted_bytes(form: AttentionForm, reading: StepReading) -> int:
-    """Return a lower bound of the bytes that the ledger counts for all rows of a step."""
+    """Return a lower bound of the bytes that the memory estimate includes for a step."""
     dim, window = max(form.key_dim, form.value_dim), reading.window
     total = 0
     for row in reading.rows:
@@ -170,7 +170,7 @@ def _fused(
     scale: float,
     sinks: mx.array | None,
 ) -> mx.array:
-    """Join the columns visible to each row, and call MLX's own attention."""
+    """Concatenate the columns visible to each row, and call MLX's fused attention."""
     done = []
     for i, row in enumerate(step.rows):
         keys, values, columns = join_parts(

@@ -4,7 +4,8 @@
                                                                 ▲               │
                                                                 └── summaries ──┘
 
-`door` tokenizes prompts as the server will, and `router` chooses a replica by `penstock.routing`.
-`replica` runs the whole server of `penstock serve`, `hang_watcher` kills it when it hangs, and
-`autoscaling` sets the number of replicas. `application` assembles them. Needs the extra `ray`.
+`door` tokenizes prompts exactly like the server, and `router` chooses a replica with
+`penstock.routing`. `replica` runs the whole server of `penstock serve`, `hang_watcher` kills it if
+it hangs, and `autoscaling` sets the number of replicas. `application` assembles them. Needs the
+extra `ray`.
 """

@@ -1,4 +1,4 @@
-"""Lifecycle of door and replicas as one Ray Serve application."""
+"""Lifecycle of the Ray Serve application, which consists of the door and the replicas."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ NAME = "penstock"
 START_SECONDS = 600.0
 HEALTH_SECONDS = 2.0
 HUNG_SECONDS = 10.0
-"""Timeout of a health check; Ray replaces a replica after three consecutive failures."""
+"""Timeout of a health check in seconds; Ray replaces a replica after three failures in a row."""
 RAY_TRIES = 3
-"""Attempts to start Ray: its processes have 30 s each, which a busy machine can exceed."""
+"""Attempts to start Ray, whose processes may take longer than its timeout on a busy machine."""
 WATCH_SECONDS = 0.5
 _DOOR_VERSION = uuid.uuid4().hex
-"""Ray restarts a deployment whose version changes: replicas always, the door never."""
+"""Version of the door. Ray restarts a deployment if its version changes; the door's never does."""
 
 
 class RayFailed(PenstockError):
@@ -53,7 +53,7 @@ class RayFailed(PenstockError):
 class Fleet(FleetSettings):
     worth: float = WORTH
     gossip_seconds: float = 1.0
-    """Seconds between two requests for a replica's summary."""
+    """Interval in seconds at which a replica's summary is requested."""
     upscale_seconds: float = 10.0
     downscale_seconds: float = 300.0
 
@@ -77,7 +77,7 @@ def application(served: Served, fleet: Fleet) -> serve.Application:
         }
     replicas = serve.deployment(Replica, name="replica").options(
         ray_actor_options={"num_cpus": fleet.cpus, "num_gpus": fleet.gpus},
-        max_ongoing_requests=2 * batch,  # more waits at the door, where all replicas are seen
+        max_ongoing_requests=2 * batch,  # others wait at the door, which can choose any replica
         max_queued_requests=queue,
         health_check_period_s=HEALTH_SECONDS,
         health_check_timeout_s=HUNG_SECONDS,
@@ -91,9 +91,9 @@ def application(served: Served, fleet: Fleet) -> serve.Application:
         **scaling,
     )
     door = serve.deployment(Door, name="door").options(
-        num_replicas=1,  # it alone counts what a key uses, and tells replicas that hang
+        num_replicas=1,  # the only one that counts the usage of keys and detects hung replicas
         ray_actor_options={"num_cpus": 0},
-        # Beyond what replicas and their queue take, the door itself refuses, in the API's form.
+        # More than replicas and queue accept, so that the door refuses them in the API's format.
         max_ongoing_requests=2 * ((fleet.max_replicas or fleet.replicas) * 2 * batch + queue),
         graceful_shutdown_timeout_s=GOODBYE_SECONDS,
     )
@@ -104,11 +104,14 @@ def application(served: Served, fleet: Fleet) -> serve.Application:
 
 @contextmanager
 def running(served: Served, fleet: Fleet) -> Iterator[str]:
-    """Serve in a `with` block, then drain; yields the URL.
+    """Context manager that deploys the application, yields its URL, and drains it at the end.
 
-    With `RAY_ADDRESS`, joins a running Ray, of which only this application is stopped; a running
-    Serve keeps its address. Raises RayFailed if the replicas do not become ready, or if Serve is
-    reachable from other machines without a key.
+    With `RAY_ADDRESS`, it joins a running Ray cluster, and stops only this application at the end;
+    a running Serve keeps its address.
+
+    Raises:
+        RayFailed: the replicas do not become ready, or Serve is reachable from other machines
+            without a key.
     """
     settings = served.settings
     owned = not ray.is_initialized()
@@ -120,10 +123,11 @@ def running(served: Served, fleet: Fleet) -> Iterator[str]:
             proxy_location=ProxyLocation.HeadOnly,
             http_options=HTTPOptions(host=settings.host, port=settings.port),
         )
-        http = _get_global_client().http_config  # those of a Serve that runs already stay
+        http = _get_global_client().http_config  # a Serve that was running keeps its options
         if http.host not in LOOPBACK_HOSTS and not settings.needs_key:
             raise RayFailed(
-                f"Serve runs in that Ray already, and listens on {http.host}; set PENSTOCK_API_KEY"
+                f"Serve is already running in that Ray cluster, and listens on {http.host}; set "
+                f"PENSTOCK_API_KEY"
             )
         try:
             deploy(served, fleet)
@@ -134,9 +138,9 @@ def running(served: Served, fleet: Fleet) -> Iterator[str]:
             _drain(settings.drain_timeout_seconds)
         finally:
             if shared:
-                with suppress(TimeoutError):  # a replica hangs; Ray ends it in time
+                with suppress(TimeoutError):  # a replica hangs; Ray will end it
                     serve.delete(NAME)
-    finally:  # which ends a Ray of our own at once, and with it the port
+    finally:
         if owned:
             ray.shutdown()
 
@@ -151,11 +155,11 @@ def _drain(seconds: float) -> None:
     try:
         drained.results(timeout_s=seconds + FLUSH_SECONDS + 2 * GOODBYE_SECONDS)
     except (RayError, RayServeException, TimeoutError) as error:
-        logger.error("the fleet did not drain: %s", type(error).__name__)
+        logger.error("draining failed, open requests may be cut off: %s", type(error).__name__)
 
 
 def read_keys_again(settings: ServerSettings) -> None:
-    """Reload the key file and send it to the door; an invalid file changes nothing."""
+    """Reread the key file and send the keys to the door; SettingError for an invalid file."""
     if settings.keys is not None:
         answers = serve.get_app_handle(NAME).broadcast("set_keys", read_keys(settings.keys))
         answers.results(timeout_s=GOODBYE_SECONDS)
@@ -166,7 +170,7 @@ def _start_ray() -> None:
         try:
             ray.init(namespace=NAME, include_dashboard=False, log_to_driver=False)
             return
-        # A boundary: Ray raises a plain Exception, among others.
+        # A boundary: Ray raises Exception itself, among others.
         except Exception as error:
             ray.shutdown()
             if not tries_left:
@@ -190,7 +194,7 @@ def _wait_until_ready() -> None:
             )
             why = [line.strip() for text in said for line in text.splitlines() if line.strip()]
             raise RayFailed(
-                f"the replicas are not ready after {START_SECONDS:.0f} s"
+                f"the replicas were not ready after {START_SECONDS:.0f} s"
                 if late
                 else f"Ray Serve could not start the replicas: {why[-1] if why else 'no reason'}"
             )

@@ -1,6 +1,6 @@
-"""Target number of replicas, from queued requests and from claimed KV memory."""
+"""Target number of replicas, from the number of requests and from KV memory in use."""
 
-# Ray sends this file's functions to its controller by value, so it imports nothing of ours.
+# Ray sends these functions to its controller by value, so this file imports nothing of penstock.
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -8,15 +8,18 @@ from math import ceil
 from typing import Any
 
 CLAIMED = "penstock_claimed"
-"""Name of the metric: a replica's share of KV memory that requests have claimed."""
+"""Name of the metric: share of a replica's KV memory that is in use or reserved by requests."""
 MOST_CLAIMED = 0.8
-"""Claimed share above which requests wait for memory and prefixes have no room."""
+"""Claimed share above which requests wait for memory, and little is left for cached prefixes."""
 
 
 def desired(requests: float, target_requests: float, claimed: Iterable[float]) -> int:
     """Return the number of replicas needed, at least 1.
 
-    `claimed` is each replica's share of KV memory that requests read or have reserved.
+    Args:
+        requests: number of requests, running or queued.
+        target_requests: number of requests per replica.
+        claimed: share of KV memory that is in use or reserved by requests, for each replica.
 
     >>> desired(9, 4.0, [0.1, 0.1])  # by the queue
     3

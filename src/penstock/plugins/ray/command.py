@@ -1,4 +1,4 @@
-"""Command `penstock serve --ray`: start the replicas, and serve until stopped."""
+"""`penstock serve --ray`: starts the replicas, and serves until stopped."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def run_in_ray(
         count = fleet.replicas if maximum is None else f"{fleet.replicas} to {maximum}"
         print(f"penstock {__version__} serves {name} on {url} with {count} replicas in Ray Serve")
         if not url.endswith(f":{settings.port}"):
-            print("port     that of the Serve which runs in that Ray already")
+            print("port     that of the Serve already running in this Ray cluster")
         shared = os.environ.get("RAY_ADDRESS")
-        ports = f"at {shared}" if shared else "on all addresses, against its token"
+        ports = f"at {shared}" if shared else "listens on all addresses; requires its token"
         print(f"ray      {ports}")
         print(f"routing  {fleet.routing}")
         sys.stdout.flush()

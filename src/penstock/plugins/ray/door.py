@@ -1,4 +1,4 @@
-"""Ingress: tokenizes a prompt, hashes its blocks, and forwards the request unchanged."""
+"""Ingress deployment: tokenizes a prompt, hashes its blocks, and forwards the request unchanged."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ logger = logging.getLogger(__name__)
 
 NAMES_SECONDS = 10.0
 SILENCE_SECONDS = 30.0
-"""Grace beyond the request timeout before a silent replica counts as failed."""
+"""Seconds after the request timeout until a replica that sends nothing counts as failed."""
 FLUSH_SECONDS = 60.0
-"""Seconds for replicas to write pending blocks after their answers have ended."""
+"""Seconds for replicas to write pending blocks after all answers have ended."""
 DRAIN_LOOK_SECONDS = 0.05
 GOODBYE_SECONDS = 4.0
-"""Seconds for clients to read the error that ends their answer."""
+"""Seconds for clients to receive the error that ends their answer."""
 PASSED = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string")
-"""Forwarded ASGI scope keys, besides headers and addresses."""
+"""ASGI scope keys that are forwarded, besides headers and addresses."""
 
 
 class Door:
-    """Ingress in front of all replicas; holds the tokenizer but no model."""
+    """Ingress of all replicas, which has the tokenizer but no model."""
 
     def __init__(self, replicas: DeploymentHandle, served: Served) -> None:
         self._replicas = replicas
@@ -61,6 +61,7 @@ class Door:
             tool_parser=served.settings.tool_parser,
             reasoning_parser=served.settings.reasoning_parser,
             refuses_tools=served.settings.tools_without_template == "refuse",
+            system=served.settings.system,
         )
         self._names: tuple[str, int] | None = None
         self._open: set[Passing] = set()
@@ -77,7 +78,7 @@ class Door:
         self._access.replace(keys)
 
     async def drain(self, seconds: float) -> None:
-        """Refuse requests, let open ones end within `seconds`, then have all blocks written."""
+        """Refuse new requests, wait up to `seconds` for open ones, then close the replicas."""
         self._draining = True
         if not await self._all_ended(seconds):
             for passing in tuple(self._open):
@@ -93,7 +94,7 @@ class Door:
         return not self._open
 
     async def check_health(self) -> None:
-        """Ask the replicas for their hash parameters ahead of the first request."""
+        """Fetch the parameters of block hashes from a replica before the first request."""
         with suppress(RayError, RayServeException, TimeoutError):
             await self._block_names()
 
@@ -109,7 +110,7 @@ class Door:
         return await response(scope, receive, send)
 
     async def _own(self, scope: Scope) -> Response | None:
-        """Answer at the door, or return None to forward to a replica; ServerError refuses."""
+        """Return the door's own response, or None to forward; raise ServerError to refuse."""
         path, is_get = scope["path"], scope["method"] == "GET"
         if path == "/ready" and is_get:
             return self._ready()
@@ -123,12 +124,14 @@ class Door:
         return None
 
     def _ready(self) -> Response:
-        """Report readiness: accepting requests, with a replica that answers."""
+        """Return the response to `/ready`: 200 if requests are accepted and a replica answers."""
         answering = fleet_state().replicas - fleet_state().ejected
         status: Literal["ok", "draining", "dead"] = "ok" if answering else "dead"
         if self._draining:
             status = "draining"
-        report = Health(status=status, model=self._name, open_requests=len(self._open))
+        report = Health(
+            status=status, model=self._name, models=[self._name], open_requests=len(self._open)
+        )
         counts = {"replicas": fleet_state().replicas, "ejected": fleet_state().ejected}
         return JSONResponse({**report.model_dump(), **counts}, 200 if status == "ok" else 503)
 
@@ -153,7 +156,7 @@ class Door:
                 self._access.settle(client)
 
     async def _body(self, http: HttpRequest) -> bytes:
-        """Read the body; ServerError if it is too large or too slow."""
+        """Read the body; raise ServerError if it is too large or arrives too slowly."""
         limit, seconds = self._settings.max_body_bytes, self._settings.body_timeout_seconds
         parts: list[bytes] = []
         size = 0
@@ -175,16 +178,19 @@ class Door:
 
     async def _hint(self, path: str, body: bytes) -> tuple[bytes, str | None]:
         if self._access.needed and KEY_HOLDER.get() is None:
-            return b"", None  # it will be refused; nothing is computed for strangers
+            return b"", None  # it will be refused, so nothing is computed
         try:
             hint = await asyncio.to_thread(hint_of, path, body, self._prompts)
             if hint is None:
                 return b"", None
             return b"".join(await self._keys(hint)), hint.cache_key
-        # A boundary: a hint may fail, an answer may not.
+        # A boundary: an error in a routing hint must not fail the request.
         except Exception as error:
-            logger.error("reading a prompt failed: %s", type(error).__name__)
-            logger.debug("traceback of the error above", exc_info=error)
+            logger.error(
+                "a prompt could not be hashed, so its request is routed by load: %s",
+                type(error).__name__,
+            )
+            logger.debug("traceback of the failed prompt hash", exc_info=error)
             return b"", None
 
     async def _keys(self, hint: Hint) -> list[bytes]:
@@ -208,12 +214,12 @@ class _Whole(Response):
 
 
 def scope_of(scope: Scope, client: KeyHolder | None) -> dict[str, Any]:
-    """Return the parts of the ASGI scope that a replica needs, as plain values."""
+    """Return the entries of the ASGI scope that a replica needs, as serializable values."""
     passed = {name: scope[name] for name in PASSED if name in scope}
     passed["asgi"] = {"version": "3.0"}
     passed["root_path"] = ""
     headers = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
-    request_id = (REQUEST_ID.get() or "").encode()  # one name here and there
+    request_id = (REQUEST_ID.get() or "").encode()  # the same id in both processes
     headers = [header for header in headers if header[0] != b"x-request-id"]
     passed["headers"] = [*headers, (b"x-request-id", request_id)]
     passed["client"], passed["server"] = scope.get("client"), scope.get("server")

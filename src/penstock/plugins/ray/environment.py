@@ -1,4 +1,4 @@
-"""Environment variables that Ray reads on import; this module does not import Ray."""
+"""Environment variables that Ray reads when it is imported; this module does not import it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import os
 from pathlib import Path
 
 TOKEN_FILE = Path.home() / ".ray" / "auth_token"
-"""Ray's token file, created by `ray.init()` for all Ray clusters of this user."""
+"""Ray's token file, which `ray.init()` creates for all Ray clusters of this user."""
 START_SECONDS = "120"
 REGISTER_SECONDS = "600"
-"""Seconds for a replica's process to start. After Ray's default of 60 a second one would be
-started, which on a busy machine is as slow, and a killed replica would never come back."""
+"""Seconds for a replica's process to start. After Ray's default of 60, another process would be
+started, which on a busy machine is just as slow, so a killed replica might never be replaced."""
 NICENESS = "0"
-"""Priority of replicas. With Ray's 15 other programs starve them, and they are ejected."""
+"""Niceness of replicas. With Ray's default of 15, other programs may starve them."""
 
 
 def prepare_environment() -> None:
-    """Set defaults: no usage statistics, longer start, normal priority, token authentication.
+    """Set defaults: no usage statistics, longer timeouts, normal priority, token authentication.
 
-    With a token, Ray only admits clients that present it. Ray presents it automatically to a
-    cluster it finds itself, but not to one named by `RAY_ADDRESS`.
+    With a token, Ray admits only clients that present it. Clients present it automatically to a
+    cluster that they find themselves, but not to one given by `RAY_ADDRESS`.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_raylet_start_wait_time_s", START_SECONDS)

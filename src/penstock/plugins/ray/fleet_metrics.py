@@ -1,4 +1,4 @@
-"""Metrics of a fleet: those of each replica with a label, and those of the door."""
+"""Prometheus metrics of all replicas, with a label for the replica, and of the door."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class FleetMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         state = fleet_state()
         for name, words, count in (
-            ("requests", "Requests that were passed on and have ended.", self._requests),
-            ("retries", "Tries at another replica, after one had failed.", self._retries),
+            ("requests", "Forwarded requests that have ended.", self._requests),
+            ("retries", "Retries on another replica after one failed.", self._retries),
             ("ejections", "Times that a replica was ejected.", state.ejections),
-            ("routed_requests", "Requests that a replica has taken.", state.routed_requests),
-            ("routed_blocks", "Blocks of their prompts.", state.routed_blocks),
-            ("hit_blocks", "Blocks that the chosen replica was to have.", state.known_blocks),
+            ("routed_requests", "Requests accepted by a replica.", state.routed_requests),
+            ("routed_blocks", "Blocks of the prompts of routed requests.", state.routed_blocks),
+            ("hit_blocks", "Blocks expected in the chosen replica's cache.", state.known_blocks),
         ):
             yield CounterMetricFamily(f"penstock_door_{name}", words, count)
         yield GaugeMetricFamily(
             "penstock_door_open_requests", "Requests that have not ended.", self._open_requests()
         )
         yield GaugeMetricFamily(
-            "penstock_door_waiting_requests", "Requests that no replica has taken.", state.waiting
+            "penstock_door_waiting_requests", "Requests no replica has accepted.", state.waiting
         )
         up = GaugeMetricFamily(
             "penstock_replica_up", "Whether a replica answers.", labels=["replica"]
@@ -56,7 +56,7 @@ class FleetMetrics(Collector):
 
 
 def labeled(texts: dict[str, str]) -> Iterator[Metric]:
-    r"""Join the metrics of replicas, in Prometheus' text format, with the label `replica`.
+    r"""Merge the metrics of replicas, given in Prometheus' text format, adding a label `replica`.
 
     >>> (metric,) = labeled({"a": "x 1\n", "b": "x 2\n"})
     >>> [(sample.labels, sample.value) for sample in metric.samples]

@@ -1,10 +1,10 @@
 """State shared by the door and its router: ejected replicas, attempts, routing counters.
 
-    router's loop  ──beat──> replica           every second; a silent one is ejected
+    router's loop  ──beat──> replica           every second; a replica without answer is ejected
                    ──routed──> FleetState      the replica that accepted an attempt at a request
     door's loop    <──abandoned── FleetState   attempts at an ejected replica, to be retried
 
-Both run in the door's process, in event loops of two threads.
+Both run in the door's process, in the event loops of two threads.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import threading
 from collections.abc import Callable
 
 BEAT_SECONDS = 1.0
-"""Interval of health probes to each replica."""
+"""Interval in seconds of health probes to each replica."""
 SILENT_SECONDS = 8.0
-"""Silence after which a replica is ejected; prefills have a thread of their own."""
+"""Seconds without an answer until a replica is ejected; a prefill does not block its answers."""
 
 
 class FleetState:
-    """Ejected replicas, and the replica of each attempt. Thread-safe."""
+    """Ejected replicas, the replica of each attempt, and counters. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -30,14 +30,14 @@ class FleetState:
         self.routed_requests = 0
         self.routed_blocks = 0
         self.known_blocks = 0
-        """Blocks the router expected the chosen replica to hold."""
+        """Blocks of prompts that the router expected to be cached by the chosen replica."""
 
     def begin(self, name: str, abandoned: Callable[[bool], object]) -> None:
         with self._lock:
             self._tries[name] = (None, abandoned)
 
     def routed(self, name: str, replica: str, blocks: int, known_blocks: int) -> None:
-        """Record the replica that took an attempt, and how many prompt blocks it holds."""
+        """Record the replica that accepted an attempt, and the number of blocks it has cached."""
         with self._lock:
             self.routed_requests += 1
             self.routed_blocks += blocks
@@ -57,7 +57,7 @@ class FleetState:
         with self._lock:
             self._metrics = metrics
             replaced = self._ejected - set(metrics)
-            self._ejected -= replaced  # such a name does not come again
+            self._ejected -= replaced  # Ray does not reuse names
             calls = [call for place, call in self._tries.values() if place in replaced]
         for call in calls:
             call(True)
@@ -83,7 +83,7 @@ class FleetState:
             return len(self._ejected)
 
     def eject(self, replica: str) -> None:
-        """Send a replica no more requests and abandon its attempts; idempotent."""
+        """Stop sending requests to a replica, and abandon its attempts; idempotent."""
         with self._lock:
             if replica in self._ejected:
                 return

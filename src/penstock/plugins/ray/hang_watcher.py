@@ -1,11 +1,11 @@
-"""A process beside each replica that kills it when it hangs.
+"""Watchdog process of each replica, which kills it if it hangs.
 
     replica ──a byte a second──> watcher ──SIGKILL after HUNG_SECONDS without one──> replica
 
-Ray only asks a hung replica to exit, which a stopped process cannot. It would keep its memory, and
-Ray would place no other replica on its CPUs and GPUs.
+Ray only asks a hung replica to exit, which a stopped process cannot do. It would keep its memory,
+and Ray would not start another replica on its CPUs and GPUs.
 
-As a program it imports nothing from penstock, so it starts fast.
+Run as a program, this file imports nothing from penstock, so it starts fast.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from contextlib import suppress
 
 BEAT_SECONDS = 1.0
 HUNG_SECONDS = 20.0
-"""Silence after which a replica is killed, in seconds; the router ejects it before."""
+"""Seconds without a byte until a replica is killed; the router ejects it earlier."""
 READ_BYTES = 4_096
 
 
 def watch_this_process(
     *, beat_seconds: float = BEAT_SECONDS, hung_seconds: float = HUNG_SECONDS
 ) -> subprocess.Popen[bytes]:
-    """Start a watcher, which ends with this process, and a thread that beats."""
+    """Start a watcher, which ends with this process, and a thread that sends it bytes."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     numbers = (reading, os.getpid(), beat_seconds, hung_seconds)
@@ -56,7 +56,7 @@ def _beat(pipe: int, beat_seconds: float) -> None:
 
 
 def _watch(pipe: int, watched: int, beat_seconds: float, hung_seconds: float) -> None:
-    # Counted, not measured: after a suspend of the machine no replica is to blame.
+    # Counts intervals instead of measuring time, which would include a suspend of the machine.
     silent_beats = 0
     while silent_beats * beat_seconds < hung_seconds:
         if select.select([pipe], [], [], beat_seconds)[0]:

@@ -1,7 +1,7 @@
 """Forwarding of a request, retried on another replica until the response body has begun.
 
-waits, status held back ──replica fails──> retried elsewhere, unseen by its client
-body has begun          ──replica fails──> a stream ends with an error event, others are cut
+no body yet, status held back ──replica fails──> retried elsewhere, unnoticed by the client
+body has begun                ──replica fails──> a stream ends with an error event, others are cut
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 MAX_TRIES = 4
 """Maximum attempts per request, so that a crashing request does not crash all replicas."""
 PAUSE_SECONDS = 0.2
-"""Pause before the second attempt in seconds; it grows by as much for each further one."""
+"""Seconds of pause before the second attempt; each further pause is longer by as much."""
 COMMENT = b":"
 """Prefix of an SSE comment, which keeps a stream alive."""
 
@@ -37,7 +37,7 @@ class _Failed(Exception):
 
 
 class Passing:
-    """A forwarded request and its answer; `silence_seconds` without data is a failure."""
+    """A forwarded request and its answer; `silence_seconds` without data count as a failure."""
 
     def __init__(self, replicas: DeploymentHandle, scope: Scope, silence_seconds: float) -> None:
         self.tokens = 0
@@ -49,7 +49,7 @@ class Passing:
         """Status and headers, held back until the body begins."""
         self._started = False
         self._begun = False
-        """Whether the client has received more than status, headers and comments."""
+        """Whether the client has received data other than status, headers and comments."""
         self._stopped = asyncio.Event()
 
     def stop(self) -> None:
@@ -62,7 +62,12 @@ class Passing:
         receive: Receive,
         send: Send,
     ) -> None:
-        """Answer the request; `forwarded` is the scope and body that a replica gets."""
+        """Forward the request and send the answer, retrying on other replicas.
+
+        Args:
+            forwarded: ASGI scope and body for the replica.
+            hint: routing hint, as keyword arguments of `Replica.answer`.
+        """
         error: ServerError = Unavailable("the replicas have failed", code="replica_failed")
         try:
             while True:
@@ -72,7 +77,7 @@ class Passing:
                     if self._stopped.is_set():
                         error = Unavailable("the server is shutting down", code="shutting_down")
                         break
-                    logger.warning("replica failed: %s", failed)
+                    logger.warning("a replica failed during a request: %s", failed)
                     if self._begun or self.retries == MAX_TRIES - 1:
                         break
                     self.retries += 1
@@ -85,7 +90,7 @@ class Passing:
             event = data(body_for(self._scope["path"], problem_of(error)), "error")
             await send({"type": "http.response.body", "body": event, "more_body": False})
         else:
-            raise error  # the connection is cut: half an answer must not look whole
+            raise error  # cuts the connection, so that the answer does not look complete
 
     async def _try(
         self, forwarded: tuple[dict[str, Any], bytes], hint: dict[str, Any], send: Send
@@ -106,7 +111,7 @@ class Passing:
         passing, stopped, _, leaving = tasks
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if leaving.done() and self._begun:  # the replica may answer again
+            if leaving.done() and self._begun:  # cannot be retried, and the replica may recover
                 await asyncio.wait(tasks[:-1], return_when=asyncio.FIRST_COMPLETED)
             if not passing.done():
                 raise _Failed("the server is stopping" if stopped.done() else "it does not respond")
@@ -114,7 +119,7 @@ class Passing:
         except BackPressureError:
             raise
         except RayTaskError:
-            raise _Failed("its application has failed") from None  # which may quote a prompt
+            raise _Failed("its application failed") from None  # the error may quote a prompt
         except (RayError, RayServeException, TimeoutError) as error:
             raise _Failed(type(error).__name__) from None
         finally:

@@ -1,4 +1,4 @@
-"""One engine with its whole server, without sockets: Ray passes requests and answers."""
+"""Replica deployment: one engine with its whole server, called through Ray instead of sockets."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from penstock.config import ApiKey, ModelSource, ServerSettings, WeightsDtype
 from penstock.engine.engine import Engine
 from penstock.engine.view import EngineView
 from penstock.errors import EngineStopped
+from penstock.models.head_source import head_of
 from penstock.models.loading import load_within
 from penstock.plugins.ray.autoscaling import CLAIMED
 from penstock.plugins.ray.hang_watcher import watch_this_process
@@ -26,10 +27,10 @@ from penstock.server.service import Service
 T = TypeVar("T")
 
 USED = "penstock.used"
-"""Type of an answer's last message: number of prompt and generated tokens."""
+"""Type of an answer's last message, which has the number of prompt and generated tokens."""
 OPERATOR = KeyHolder(ApiKey(name="", sha256="0" * 64, admin=True))
 GONE_SECONDS = 5.0
-"""Seconds for a request to end after its client disconnected."""
+"""Seconds for a request to end after its client has disconnected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ class Replica:
 
     def __init__(self, served: Served) -> None:
         limit = served.limits.get("memory_limit")
-        loaded = load_within(served.model, served.weights_dtype, limit, served.model_source)
+        how = served.weights_dtype, limit, served.model_source
+        loaded = load_within(served.model, *how, mtp=head_of(served.limits))
         self._engine = Engine(loaded.model, loaded.tokenizer, **served.limits)
         if served.preload:
             self._engine.preload()
@@ -59,7 +61,7 @@ class Replica:
             served.settings,
             served.name,
             sampling=loaded.sampling,
-            # The file of keys may be on another machine: the door has its content.
+            # The key file may be on another machine, so the door reads it.
             access=Access(served.settings.api_key, file=served.settings.keys),
         )
         self._app = create_app(self._service)
@@ -81,7 +83,15 @@ class Replica:
         cache_key: str | None = None,
         attempt: str = "",
     ) -> AsyncIterator[Message]:
-        """Yield the answer to a request as ASGI messages; closing the iterator cancels it."""
+        """Yield the answer to a request as ASGI messages; closing the iterator cancels it.
+
+        Args:
+            scope: ASGI scope of the request.
+            body: body of the request.
+            block_hashes: block hashes of the prompt, concatenated; used by the router.
+            cache_key: `prompt_cache_key` of the request; used by the router.
+            attempt: name of the attempt; used by the router.
+        """
         if self._watching is None:
             self._watching = asyncio.create_task(self._service.watch())
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
@@ -108,7 +118,7 @@ class Replica:
                 await asyncio.wait((answering,), timeout=GONE_SECONDS)
                 answering.cancel()
 
-    # ---- what Ray asks, by these names
+    # ---- methods that Ray calls, by these names
 
     async def record_routing_stats(self) -> dict[str, bytes]:
         with suppress(EngineStopped):

@@ -1,6 +1,6 @@
-"""Ray Serve's request router around `penstock.routing.Router`."""
+"""Request router for Ray Serve, based on `penstock.routing.Router`."""
 
-# Ray sends this class to every holder of a handle, by value: it names all that it needs by import.
+# Ray sends this class to every process with a handle by value, so it needs only importable names.
 from __future__ import annotations
 
 import asyncio
@@ -22,15 +22,15 @@ logger = logging.getLogger(__name__)
 BLOCKS = "penstock_blocks"
 METRICS = "penstock_metrics"
 LEAST_BLOCKS = 1.0
-"""Minimum load of an open request, even with a cached prompt, since decoding takes time too."""
+"""Minimum load of an open request, in blocks; even with a cached prompt, decoding takes time."""
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types we could follow
-    """Ray request router that asks penstock's `Router` for a replica, with fallbacks.
+    """Request router that prefers the replica chosen by `penstock.routing.Router`.
 
-    A replica silent for `SILENT_SECONDS` is ejected until it answers again. Loads are blocks of the
-    requests sent from here that have not ended; requests of other doors count by Ray's queue
-    lengths.
+    A replica that does not answer for `SILENT_SECONDS` is ejected until it answers again. The load
+    of a replica is the number of uncached blocks of open requests sent by this router; requests of
+    other doors count by Ray's queue lengths.
     """
 
     def initialize_state(
@@ -41,7 +41,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types w
         self._open: dict[tuple[str, str], float] = {}
         self._there: dict[str, RunningReplica] = {}
         self._heard: dict[str, float] = {}
-        """Time of each replica's last answer, in seconds of `time.monotonic`."""
+        """Time of each replica's last answer, from `time.monotonic`."""
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._beating: asyncio.Task[None] | None = None
 
@@ -83,7 +83,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types w
             await asyncio.sleep(BEAT_SECONDS)
             now = time.monotonic()
             for name in self._there:
-                # Where this process was held up itself, no replica is to blame.
+                # Do not count delays of this process itself.
                 self._heard[name] += max(0.0, now - began - BEAT_SECONDS)
                 if now - self._heard[name] > SILENT_SECONDS:
                     self._eject(name, f"has not answered for {SILENT_SECONDS:.0f} s")
@@ -93,12 +93,12 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types w
             await replica.get_queue_len(deadline_s=SILENT_SECONDS)
         except ActorDiedError:
             return self._eject(name, "has died")
-        except RayError:  # it cannot be reached now; silence will tell
+        except RayError:  # not reachable now; ejected if that continues
             return None
         if name in self._heard:
             self._heard[name] = time.monotonic()
         if fleet_state().is_ejected(name):
-            logger.warning("replica %s is responding again", name)
+            logger.warning("replica %s is responding again, and receives requests", name)
             fleet_state().readmit(name)
             if name in self._there:
                 self._join(name)
@@ -106,7 +106,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types w
 
     def _eject(self, name: str, why: str) -> None:
         if not fleet_state().is_ejected(name):
-            logger.warning("replica %s %s: ejected", name, why)
+            logger.warning("replica %s %s; sending it no more requests", name, why)
             self._leave(name)
             fleet_state().eject(name)
 
@@ -115,11 +115,11 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types w
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Rank the replicas: the router's choice, then the others."""
+        """Return replicas by rank: the router's choice, then all others."""
         named = {_name(replica.replica_id): replica for replica in candidate_replicas}
         there = {name: named[name] for name in named if not fleet_state().is_ejected(name)}
         if not there:
-            return []  # Ray asks again
+            return []  # Ray calls again
         for name in set(there) - set(self._ours.replicas):
             self._ours.join(name)
         routed = self._ours.choose(prompt_of(pending_request), self._loads())
@@ -157,7 +157,7 @@ def prompt_of(pending: PendingRequest | None) -> RoutedPrompt:
 
 
 def split_keys(joined: bytes) -> Sequence[bytes]:
-    """Split joined block hashes.
+    """Split concatenated block hashes.
 
     >>> split_keys(bytes(32)) == [bytes(16)] * 2
     True

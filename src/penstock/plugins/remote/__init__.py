@@ -1,4 +1,4 @@
-"""Remote tier: blocks in a store shared by several servers."""
+"""Remote tier: KV blocks in an object store shared by several servers."""
 
 from penstock.plugins.remote.object_urls import check_url, open_objects, shown
 from penstock.plugins.remote.objects import Objects

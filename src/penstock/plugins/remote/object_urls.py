@@ -1,6 +1,6 @@
 """URLs of object stores: validation, and opening the store.
 
-A new kind of store is a module, its schemes in `PACKAGES`, and a line in `open_objects`.
+To add a kind of store, add a module, its schemes to `PACKAGES`, and a line to `open_objects`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,27 @@ PACKAGES = {
     **dict.fromkeys(("redis", "rediss", "unix"), "redis"),
     **dict.fromkeys(("s3", "gs", "az", "file"), "obstore"),
 }
-"""Package of the client library, by URL scheme."""
+"""Package of the client library by URL scheme."""
 
 
 def open_objects(
     url: str, *, ttl_seconds: int, timeout_seconds: float, put_seconds: float
 ) -> Objects:
-    """Open the store of a URL, without connecting; raises like `check_url`, and OSError."""
+    """Create the client for a store's URL, without connecting.
+
+    Args:
+        url: URL of the store.
+        ttl_seconds: lifetime of values; Redis only.
+        timeout_seconds: timeout of reads.
+        put_seconds: timeout of writes.
+
+    Raises:
+        SettingError: the URL is not supported.
+        OSError: the client cannot be created.
+    """
     check_url(url)
     seconds = {"timeout_seconds": timeout_seconds, "put_seconds": put_seconds}
-    # Imported only if used: neither package need be there.
+    # Imported only if used, because the packages are optional.
     if PACKAGES[urlsplit(url).scheme] == "redis":
         from penstock.plugins.remote.redis_objects import RedisObjects
 
@@ -36,7 +47,7 @@ def open_objects(
 
 
 def check_url(url: str) -> None:
-    """Raise SettingError for an unsupported URL, without repeating possible secrets."""
+    """Raise SettingError for an unsupported URL; the message contains no secrets."""
     problem = _problem(url)
     if problem is not None:
         raise SettingError(f"remote_cache (--remote-cache): {problem}")
@@ -51,7 +62,7 @@ def _problem(url: str) -> str | None:
         parts = urlsplit(url)
         names_port = parts.port is not None
     except ValueError:
-        return "the URL is none; a password is percent-encoded in it"
+        return "the URL is invalid; a password in it must be percent-encoded"
     where = parts.path if scheme in ("unix", "file") else parts.hostname
     if not where or parts.fragment:
         return f"the URL names no store; write it as {_EXAMPLES[scheme]}"
@@ -64,8 +75,8 @@ def _problem(url: str) -> str | None:
         known = all(name == "db" or name.startswith("ssl_") for name, _ in parse_qsl(parts.query))
         if not known or (scheme != "unix" and not re.fullmatch(r"(/\d*)?", parts.path)):
             return (
-                f"write the URL as {_EXAMPLES[scheme]}, with options ssl_... alone, and a password "
-                "percent-encoded"
+                f"write the URL as {_EXAMPLES[scheme]}, with only ssl_... options, and with a "
+                "percent-encoded password"
             )
     if find_spec(package) is None:
         return (
@@ -87,7 +98,7 @@ _EXAMPLES = {
 
 
 def shown(url: str) -> str:
-    """Return a checked URL without user, password and options.
+    """Return a valid URL without user, password and options.
 
     >>> shown("redis://somebody:secret@cache:6379/0?ssl_ca_certs=x")
     'redis://cache:6379/0'

@@ -1,7 +1,7 @@
 """Object store in a bucket or a folder; the only module that imports `obstore`.
 
-Credentials come from the environment, as for the clients of these stores. Values expire by a
-bucket's own lifecycle rules.
+Credentials come from the environment variables that clients of these stores use. The expiry of
+values is left to the bucket's lifecycle rules.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ObstoreObjects:
         self._url = url
         with self._in_words():
             if url.startswith("file://"):
-                # Its owner alone may look into it; what lies there tells of prompts.
+                # Accessible only by its owner, because blocks reveal prompts.
                 folder = Path(unquote(urlsplit(url).path))
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._quick = self._patient = from_url(url)
@@ -44,7 +44,7 @@ class ObstoreObjects:
                 return ObjectPiece(response.meta["size"], memoryview(response.bytes()))
             except FileNotFoundError:
                 return None
-            except BaseError:  # perhaps it ends in front of these bytes
+            except BaseError:  # the value may end before `offset`
                 size = obstore.head(self._quick, name)["size"]
                 if offset < size:
                     raise
@@ -95,8 +95,8 @@ def _bucket(url: str, seconds: float) -> Any:
         client_options={
             "timeout": limit,
             "connect_timeout": limit,
-            # As the environment has it: options that are given here replace those from there.
+            # Read from the environment here, because these options replace those from there.
             "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"),
         },
-        retry_config={"max_retries": 0, "retry_timeout": limit},  # a store that fails is left alone
+        retry_config={"max_retries": 0, "retry_timeout": limit},  # the tier decides when to retry
     )

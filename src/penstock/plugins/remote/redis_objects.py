@@ -18,9 +18,9 @@ REFUSALS = (
     redis.exceptions.ReadOnlyError,
     redis.exceptions.NoPermissionError,
 )
-"""Errors of a store that refuses writes but can still be read."""
+"""Errors of a store that refuses writes but is still readable."""
 UNTOUCHED_SECONDS = 60.0
-"""Seconds without renewals after the store refused one."""
+"""Seconds without extending lifetimes after the store refused to."""
 MOST_CONNECTIONS = 4
 
 
@@ -41,8 +41,8 @@ class RedisObjects:
             socket_timeout=seconds,
             socket_connect_timeout=connect_seconds,
             max_connections=MOST_CONNECTIONS,
-            retry=Retry(NoBackoff(), 0),  # a store that fails is left alone for a while
-            protocol=2,  # what is asked is as old as that, and every server speaks it
+            retry=Retry(NoBackoff(), 0),  # the tier decides when to retry
+            protocol=2,  # sufficient, and supported by every server
         )
 
     def get(self, name: str, offset: int, nbytes: int) -> ObjectPiece | None:
@@ -85,7 +85,7 @@ class RedisObjects:
 
     @contextmanager
     def _in_words(self) -> Iterator[None]:
-        """Convert every error to an OSError without secrets and frames."""
+        """Convert every error to an OSError without secrets, and without its traceback."""
         try:
             yield
         except (redis.TimeoutError, TimeoutError) as error:

@@ -1,11 +1,11 @@
-"""Blocks in a store shared by many servers; values have the format of the SSD tier's files.
+"""Store of blocks in an object store that servers share; values are like the SSD tier's files.
 
-    write   is it there? ──no──> one value, whole, for a time ──> known for a while
-    read    value ──in pieces──> into its buffers ──> hash, fingerprint, tokens
+    write   does it exist? ──no──> put one value with a lifetime ──> remember it for a while
+    read    get the value in pieces ──> fill the buffers ──> check hash, fingerprint, tokens
 
-The store may be slow, gone, full, or written by another program. A wrong record is a miss and
-removed; a store that does not answer in time is an `OSError`. How much is kept for how long is its
-own policy; a use prolongs a value's stay.
+The object store may be slow, unreachable, full, or written by another program. A wrong record is a
+miss, and is removed; if the store does not answer in time, an `OSError` is raised. The object store
+itself decides what it evicts; each use extends a value's lifetime.
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ from penstock.tiers.store import READERS, Store
 PIECE_BYTES = 4_000_000
 """Number of bytes of a value read at a time."""
 COPIES = 4
-"""Number of copies of a piece in memory: the client's buffer, its answer, and the bytes it was cut
-from."""
+"""Upper bound of the copies of a piece in memory: in the client's buffers and in its result."""
 SEEN_SECONDS = 600.0
-"""Seconds for which a value counts as present after it was seen, and is not written again."""
+"""Seconds for which a value that was seen is assumed to exist, so that it is not written again."""
 SEEN_KEYS = 16_384
-"""Number of values remembered as present; the oldest are forgotten."""
+"""Maximum number of values remembered as existing."""
 SEEN_KEY_BYTES = 200
 """Python overhead of one remembered hash, in bytes."""
 FULL_SECONDS = 60.0
@@ -51,21 +50,22 @@ FULL_SECONDS = 60.0
 REFUSES = "the store is full, or may only be read; it is read from as before"
 FIRST_PAGE = 8
 MOST_PAGE = 512
-"""Maximum values per request; first pages are small, since prompts may be unknown."""
+"""Maximum number of values to look up per request; the first requests ask for fewer, because most
+of a prompt may be unknown."""
 CLOSE_SECONDS = 10.0
-"""Seconds that `close` waits for reads."""
+"""Seconds that `close` waits for reads to end."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def buffer_bytes(piece_bytes: int) -> int:
-    """Return the memory reserved by a store for arriving pieces and names."""
+    """Return the memory to reserve for pieces being read and for remembered hashes."""
     return READERS * COPIES * piece_bytes + SEEN_KEYS * SEEN_KEY_BYTES
 
 
 class RemoteStore(Store):
-    """One model's blocks in a store shared with other servers; see `Store`."""
+    """Store of one model's blocks in an object store; see `Store`."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class RemoteStore(Store):
         self._full_until = 0.0
         self._failed: str | None = None
         try:
-            # A store that does not answer shows now, when no request waits.
+            # Detects a store that does not answer now, when no request waits.
             self._there([bytes(HASH_BYTES)])
         except OSError:
             objects.close()
@@ -103,7 +103,7 @@ class RemoteStore(Store):
     ) -> int:
         return self.held(block_hashes, resumable=resumable)
 
-    # ---- acts
+    # ---- changes
 
     def write(self, record: Record) -> str:
         if self._there([record.key])[0]:
@@ -151,7 +151,7 @@ class RemoteStore(Store):
         return 0
 
     def _there(self, block_hashes: Sequence[bytes]) -> list[bool]:
-        """Return which values are present, without asking about those seen recently."""
+        """Return whether each value exists; those seen recently are not looked up."""
         since = time.monotonic() - self._seen_seconds
         unsure = [key for key in block_hashes if self._seen.get(key, since) <= since]
         if unsure:
@@ -169,11 +169,11 @@ class RemoteStore(Store):
             del self._seen[next(iter(self._seen))]
 
     def _forget(self, block_hashes: Sequence[bytes]) -> None:
-        self._seen.clear()  # where one is not what it was, others may not be: all are asked for
+        self._seen.clear()  # other values may be wrong or missing, too
         self._timed(self._objects.remove, [self.name(key) for key in block_hashes])
 
     def _read_into(self, key: bytes, targets: Mapping[str, Target]) -> int:
-        if self._failed is not None:  # once is enough: each would wait as long
+        if self._failed is not None:  # do not wait for a timeout again
             raise ConnectionError(self._failed)
         try:
             value = self._value(key, self._piece_bytes)
@@ -192,7 +192,7 @@ class RemoteStore(Store):
             follows = is_hash_of(key, parent, tokens, blocks_of(words))
         except (KeyError, ValueError):
             follows = False
-        if not follows:  # the checksum is no proof: anyone can compute it
+        if not follows:  # a checksum is no proof of origin, as anyone can compute it
             raise Damaged("its key is not that of its tokens")
         return value.nbytes
 
@@ -206,17 +206,19 @@ class RemoteStore(Store):
         )
 
     def _timed(self, ask: Callable[P, T], *arguments: P.args, **more: P.kwargs) -> T:
-        """Call a function, and raise TimeoutError if it was slow: the next call would be, too."""
+        """Call a function; raise TimeoutError if it took too long, as the next call would, too."""
         began = time.monotonic()
         answer = ask(*arguments, **more)
         took = time.monotonic() - began
         if took > self._timeout_seconds:
-            raise TimeoutError(f"it took {took:.1f} s to answer, of {self._timeout_seconds:g} s")
+            raise TimeoutError(
+                f"it took {took:.1f} s to answer, more than {self._timeout_seconds:g} s"
+            )
         return answer
 
 
 class _Value:
-    """Bytes of a value, read one piece at a time; a `Source`."""
+    """`Source` that reads a value one piece at a time."""
 
     def __init__(self, get: Callable[[int], ObjectPiece | None]) -> None:
         self._get = get
@@ -240,7 +242,7 @@ class _Value:
                 offset += len(chunk)
 
     def _from(self, offset: int) -> memoryview:
-        """Return the cached bytes from `offset` on, fetching them if needed."""
+        """Return bytes of the current piece from `offset` on, fetching another piece if needed."""
         if not self._at <= offset < self._at + len(self._raw):
             self._fetch(offset)
         return self._raw[offset - self._at :]
@@ -249,7 +251,7 @@ class _Value:
         self._raw = memoryview(b"")
         piece = self._get(offset)
         if piece is None or (offset and not piece.raw):
-            raise FileNotFoundError("the value is not there")
+            raise FileNotFoundError("the value does not exist")
         self.nbytes, self._at, self._raw = piece.nbytes, offset, memoryview(piece.raw)
 
 

@@ -1,4 +1,4 @@
-"""Settings, address and store of the remote tier."""
+"""Definition of the remote tier: how its settings are checked, and how its store is opened."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Language models of mlx-vlm, for model types that mlx-lm lacks: the extra `vlm`."""
+"""Models of mlx-vlm: model types that mlx-lm lacks, and image inputs. Needs the extra `vlm`."""

@@ -1,8 +1,8 @@
-"""Caches of mlx-vlm's models in parts that the engine keeps.
+"""Decomposition of mlx-vlm's caches into parts that the engine can manage.
 
-A part is a cache of mlx-lm: keys and values of each token, index keys by which a layer chooses
-tokens, or what it pools rows from. In a step the model gets an object with the interface of its own
-cache, which joins the parts again.
+A part is a cache of mlx-lm: keys and values, index keys with which a layer selects tokens, or the
+inputs that a layer pools. In a step the model gets an object with the interface of its own cache
+that combines the parts.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from penstock.models.mlx_lm import chunked_cache, plain_cache, rotating_cache
 class CacheParts:
     caches: tuple[Any, ...]
     rebuild: Callable[..., Any]
-    """Makes an object with the interface of the whole from readers of the parts."""
+    """Function that creates an object with the interface of the model's cache from the parts."""
     drops: bool = True
-    """Whether the layer may lose tokens that are behind a window."""
+    """Whether the layer may drop tokens outside its window."""
 
 
 class IndexedReads:
-    """Keys, values and index keys of one layer in one step of a sequence."""
+    """Cache of one layer with index keys, for one step of a sequence."""
 
     def __init__(self, plain: Any, index: Any) -> None:
         self._plain = plain
@@ -44,7 +44,7 @@ class IndexedReads:
         return self._plain.make_mask(*args, **kwargs)
 
     def _index_keys(self, keys: mx.array) -> mx.array:
-        """Append index keys, (b, heads, n, dim), and return all."""
+        """Append index keys, (b, heads, n, dim), and return all index keys."""
         every: mx.array = self._index.update_and_fetch(keys, mx.zeros((*keys.shape[:3], 0)))[0]
         return every
 
@@ -59,20 +59,20 @@ class MiniMaxM3Reads(IndexedReads):
 
 
 class QSAReads(IndexedReads):
-    """One layer of Qwen4; its block keys are computed from all index keys in every step."""
+    """Cache of one layer of Qwen4, which recomputes block keys from all index keys in each step."""
 
     index_block_keys: mx.array | None = None
     index_block_ratio: int | None = None
 
     def update_indexer(self, keys: mx.array, position_ids: mx.array) -> tuple[mx.array, mx.array]:
-        """Append index keys, (b, n, dim), and return all, with the positions of a text."""
+        """Append index keys, (b, n, dim); return all index keys, and their positions."""
         every = self._index_keys(keys[:, None])[:, 0]
         positions = mx.arange(every.shape[1], dtype=position_ids.dtype)
         return every, mx.broadcast_to(positions, (*position_ids.shape[:-1], every.shape[1]))
 
 
 class SteppedReads:
-    """One layer that appends the tokens of a step one by one."""
+    """Cache of a layer that appends the tokens of a step one by one."""
 
     def __init__(self, plain: Any) -> None:
         self._plain = plain
@@ -80,7 +80,7 @@ class SteppedReads:
 
     @property
     def tokens(self) -> int:
-        """Number of the step's tokens that were appended."""
+        """Number of tokens of the step that were appended so far."""
         return self._new[0].shape[2] if self._new else 0
 
     @property
@@ -102,7 +102,7 @@ def _given(old: Any) -> tuple[mx.array, ...]:
 
 
 class StatedReads(IndexedReads):
-    """One layer whose keys and values later layers read as its state."""
+    """Cache of a layer whose `state` later layers read as keys and values."""
 
     def __init__(self, plain: Any) -> None:
         super().__init__(plain, None)
@@ -113,7 +113,7 @@ class StatedReads(IndexedReads):
 
 
 class ChunkedReads:
-    """One layer with chunked attention, whose masks the model makes: it looks for no others."""
+    """Cache of a layer with chunked attention, without `make_mask`: the model makes its masks."""
 
     def __init__(self, plain: Any) -> None:
         self._plain = plain
@@ -132,9 +132,9 @@ class ChunkedReads:
 
 
 class PoolReads:
-    """What one layer pools rows from, in one step of a sequence; a row every `ratio` tokens.
+    """Cache of a layer that pools every `ratio` tokens into a row, for one step of a sequence.
 
-    All rows are pooled again in every step. So they do not depend on where a prompt was cut.
+    All rows are pooled again in every step, so that they do not depend on the chunks of a prompt.
     """
 
     def __init__(self, ratio: int, inputs: Any) -> None:
@@ -145,7 +145,7 @@ class PoolReads:
     def accumulate_windows(
         self, kv: mx.array, gate: mx.array, offset: Any
     ) -> tuple[mx.array, mx.array, int]:
-        """Append inputs, (b, n, dim), and return those of all whole windows, from position 0."""
+        """Append inputs, (b, n, dim); return the inputs of all complete rows, and position 0."""
         sides = self._inputs.update_and_fetch(kv[:, None], gate[:, None])
         whole = sides[0].shape[2] // self.ratio * self.ratio
         return sides[0][:, 0, :whole], sides[1][:, 0, :whole], 0
@@ -155,7 +155,7 @@ class PoolReads:
         return rows
 
     def make_mask(self, n: int = 1, offset: int = 0) -> mx.array | None:
-        """Return which rows each token sees, (n, rows); None if all see all."""
+        """Return a mask of the rows that each token sees, (n, rows); None if all are visible."""
         if n == 1 or not self.offset:
             return None
         ends = mx.arange(offset + 1, offset + n + 1)
@@ -163,7 +163,7 @@ class PoolReads:
 
 
 class FlagReads:
-    """Flags of the tokens of one layer, kept as bytes."""
+    """Cache of one boolean flag per token, stored as bytes."""
 
     def __init__(self, plain: Any) -> None:
         self._plain = plain
@@ -178,7 +178,7 @@ class FlagReads:
 
 
 class Uncached:
-    """A cache that is always empty: what it would hold is computed from another one."""
+    """A cache that is always empty, because its content is computed from another cache."""
 
     def size(self) -> int:
         return -1
@@ -216,15 +216,15 @@ def _stepped(cache: Any) -> Any:
 
 
 def _kept(cache: Any) -> CacheParts:
-    """Return the part of a layer whose masks the model makes from the number of tokens."""
+    """Return the part of a layer that must not drop tokens, because the model makes its masks."""
     return CacheParts((split(cache),), lambda reads: reads, drops=False)
 
 
 def _unprojected(cache: Any) -> Any:
     """Return the parts of a cache of GLM 5 Next.
 
-    A list has latents, then flags and inputs of pools where the layer has an index, and products of
-    the latents last, which are computed instead.
+    Its list contains latents, flags and inputs of pools if the layer has an index, and products of
+    the latents, which are recomputed instead of cached.
     """
     if type(cache).__name__ != "CacheList":
         return split(cache)
@@ -245,19 +245,19 @@ SPLITS: dict[str, Callable[[Any], Any]] = {
     "minimax_m3_vl.language.MiniMaxM3KVCache": _indexed(MiniMaxM3Reads),
     "qwen4_exp.language.QSAKVCache": _indexed(QSAReads),
 }
-"""Function that splits a cache, by its class's name below `mlx_vlm.models`, so that no other
-model's module is imported."""
+"""Functions that split a cache by the name of its class, relative to `mlx_vlm.models`. Names avoid
+importing the modules of other models."""
 MODEL_SPLITS: dict[str, Callable[[Any], Any]] = {
     "afm7.language.LanguageModel": lambda cache: CacheParts((split(cache),), StatedReads),
     "deepseek_v4.language.LanguageModel": _stepped,
     "glm5_next.language.LanguageModel": _unprojected,
     "limite.language.LanguageModel": _kept,
 }
-"""The same for all caches of a model, by the name of its class."""
+"""Functions that split all caches of a model, by the name of the model's class."""
 
 
 def split(cache: Any) -> Any:
-    """Return a cache of mlx-lm, or parts, for one of mlx-vlm; an unknown one as it is."""
+    """Convert a cache of mlx-vlm to one of mlx-lm or to parts; return unknown ones unchanged."""
     function = SPLITS.get(_name(cache))
     return cache if function is None else function(cache)
 
@@ -269,7 +269,7 @@ def split_all(language_model: Any, caches: Sequence[Any]) -> list[Any]:
 
 
 def drops(cache: Any) -> bool:
-    """Return whether a layer may lose tokens that are behind a window."""
+    """Return whether a layer may drop tokens outside its window."""
     return getattr(cache, "drops", True)
 
 

@@ -1,8 +1,8 @@
-"""Images of mlx-vlm's models: their places in a prompt, embeddings and positions.
+"""Images of mlx-vlm's models: placeholders in a prompt, embeddings and positions.
 
-place     the model's processor on one image ──> the text and tokens that stand for it
-embed     the model's vision tower on one image ──> embeddings of these tokens
-arguments embeddings of a chunk, positions in three axes, summands of the first layers
+place      run the model's processor on one image ──> placeholder text and tokens
+embed      run the vision tower on one image ──> embeddings of these tokens
+arguments  embeddings and 3-axis positions of a chunk, and inputs of the first layers
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ FAMILIES = {
     "qwen3_vl_moe": QWEN,
     "smolvlm": "<image>",
 }
-"""Text that stands for an image before its size is known, by model type. Tokens of an image attend
-to the tokens before them alone, so that a prompt may be cut within one."""
+"""Text that marks an image before its size is known, by model type. In these models, image tokens
+have causal attention, so that a prefill chunk may end within an image."""
 SEES_AHEAD = "use_bidirectional_attention"
-"""Key of a config whose value `vision` lets tokens of an image see those behind them."""
+"""Config key whose value `vision` means bidirectional attention within an image."""
 LANGUAGE_MODEL = "language_model"
 REMEMBERED = 4_096
-"""Number of sizes whose tokens are remembered, and of images that are known to be whole."""
+"""Maximum number of cached image sizes, and of images remembered as decodable."""
 SCORE_COPIES = 3
 ACTIVATION_COPIES = 6
 PIXEL_COPIES = 5
@@ -63,15 +63,15 @@ PIXEL_BYTES = 3
 
 @dataclass(frozen=True, slots=True)
 class ImageGrid:
-    """What depends on an image's size alone."""
+    """Values that depend only on an image's size."""
 
     text: str
     tokens: tuple[int, ...]
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
-    """Names and shapes of the arrays that the processor makes."""
+    """Names and shapes of the arrays that the processor returns."""
     pixel_shape: tuple[int, ...]
     places: Mapping[str, mx.array]
-    """Arrays of the grid, by the name that the model's positions take them under."""
+    """Arrays of the grid, by argument name of the model's `get_rope_index`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,12 @@ class ImageSource:
 
 
 class VlmImages:
-    """Images of one model; `ImageReader` for the server, and `SpanReader` for the engine.
+    """Image support of one model: `ImageReader` for the server, `SpanReader` for the engine.
 
     Args:
-        model: whole model of mlx-vlm.
-        processor: its processor.
-        marker: text that stands for an image before its size is known.
+        model: the whole model of mlx-vlm.
+        processor: the model's processor.
+        marker: text that marks an image before its size is known.
         prepare: mlx-vlm's function that runs a processor.
     """
 
@@ -127,7 +127,7 @@ class VlmImages:
         tokens = np.array(inputs["input_ids"])[0].tolist()
         places = [i for i, token in enumerate(tokens) if token == self._token]
         if not places:
-            raise ImageError("the model's processor makes no tokens of it")
+            raise ImageError("the model's processor returns no tokens for it")
         arrays = {name: array for name, array in inputs.items() if isinstance(array, mx.array)}
         pixels = inputs["pixel_values"]
         shape = _shape(pixels)
@@ -153,12 +153,12 @@ class VlmImages:
 
     @cached_property
     def _tower(self) -> Any:
-        """The model with a language model of its own attributes, for a thread of its own."""
+        """Copy of the model with separate attributes, for the thread that runs the tower."""
         return own_attributes(self._model)
 
     @cached_property
     def _text(self) -> Any:
-        """The same for the engine's thread."""
+        """Copy of the model with separate attributes, for the engine's thread."""
         return own_attributes(self._model)
 
     @cached_property
@@ -169,7 +169,7 @@ class VlmImages:
 
     @cached_property
     def _table_bytes(self) -> int:
-        """Bytes of tables over all places of an image, which some towers make for each image."""
+        """Bytes of position tables that some towers compute for each image."""
         modules: list[Any] = self._model.modules()
         sides = [(m.max_height, m.max_width, m.dim) for m in modules if hasattr(m, "max_height")]
         numbers = sum(int(h * w * dim) // 2 for h, w, dim in sides)
@@ -201,7 +201,7 @@ class VlmImages:
         ids = np.array(tokens)[0]
         places = np.flatnonzero(ids == self._token)
         first, end = int(places[0]), int(places[-1]) + 1
-        # A copy: a slice would keep the buffer of all rows.
+        # A copy, because a slice would keep the buffer of all rows alive.
         rows = mx.take(features.inputs_embeds[0], mx.arange(first, end), axis=0)
         deep = tuple(features.deepstack_visual_embeds or ())
         marked = None
@@ -209,7 +209,7 @@ class VlmImages:
             marked = np.array(features.visual_pos_masks).reshape(-1)[first:end].astype(bool)
         mx.eval(rows, deep)
         if tuple(ids[first:end].tolist()) != source.grid.tokens:
-            raise PenstockError("an image became other tokens than those in the prompt")
+            raise PenstockError("the processor returned other tokens for an image than before")
         return SpanEmbeddings(rows, deep, marked)
 
     # ---- positions
@@ -225,7 +225,7 @@ class VlmImages:
         inside = np.zeros(len(ids), bool)
         for span in spans:
             inside[span.start : span.end] = True
-        # A token that a user writes stands for no image.
+        # An image token that a user wrote is not an image.
         ids[~inside & (ids == self._token)] = 0
         sources: list[ImageSource] = [span.source for span in spans]
         names = list(sources[0].grid.places)
@@ -279,7 +279,7 @@ class VlmImages:
 
 
 def own_attributes(model: Any) -> Any:
-    """Return a model with the same weights, and attributes that no other thread sets."""
+    """Return a copy that shares the weights but not the attributes, which other threads set."""
     whole = copy.copy(model)
     language_model = copy.copy(model.language_model)
     whole.language_model = language_model
@@ -287,7 +287,7 @@ def own_attributes(model: Any) -> Any:
 
 
 def marker_of(config: Any) -> str | None:
-    """Return the mark of a model whose images are read; None for another."""
+    """Return the text that marks an image for a model; None if its images are not supported."""
     text = getattr(config, "text_config", None)
     if getattr(text, SEES_AHEAD, None) == "vision":
         return None
@@ -295,15 +295,15 @@ def marker_of(config: Any) -> str | None:
 
 
 def tower_of(model: nn.Module) -> nn.Module:
-    """Return a model without its language model."""
+    """Return a copy of a model without its language model."""
     tower: nn.Module = copy.copy(model)
     tower.pop(LANGUAGE_MODEL)
-    mx.eval(list(_constants(tower)))  # the thread that uses them first could not
+    mx.eval(list(_constants(tower)))  # other threads could not evaluate them
     return tower
 
 
 def _constants(tower: nn.Module) -> Iterator[mx.array]:
-    """Yield the arrays of a model that are no weights."""
+    """Yield the arrays of a model that are not weights."""
     modules: list[Any] = tower.modules()  # type: ignore[no-untyped-call]
     for module in modules:
         yield from (a for name, a in module.items() if name[0] == "_" and isinstance(a, mx.array))
@@ -312,7 +312,7 @@ def _constants(tower: nn.Module) -> Iterator[mx.array]:
 
 
 def _position_ids(positions: SpanPositions, start: int, count: int) -> mx.array:
-    """Return positions of a chunk, (axes, 1, count), also behind the prompt."""
+    """Return positions of a chunk, (axes, 1, count), which may extend past the prompt."""
     assert positions.prompt is not None
     inside = positions.prompt[:, start : start + count]
     behind = np.arange(start + inside.shape[1], start + count, dtype=np.int32) + positions.shift
@@ -321,7 +321,7 @@ def _position_ids(positions: SpanPositions, start: int, count: int) -> mx.array:
 
 
 def _shape(pixels: Any) -> tuple[int, ...]:
-    """Return the shape of pixels, or of the largest of several times their number."""
+    """Return the shape of pixels; for a list, its length and the shape of the largest array."""
     if hasattr(pixels, "shape"):
         return tuple(pixels.shape)
     shapes = [_shape(part) for part in pixels]
@@ -338,7 +338,7 @@ def _decoded(image: ImageFile) -> Image.Image:
             return picture.convert("RGB")
     except ImageError:
         raise
-    # A boundary: decoders raise many errors, and none is the server's.
+    # A boundary: decoders raise many kinds of errors for invalid images.
     except Exception as error:
         raise ImageError(f"{type(error).__name__}: {error}") from error
 

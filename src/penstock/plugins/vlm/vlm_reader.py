@@ -1,7 +1,7 @@
-"""The only module that imports mlx-vlm: its language models, with the interface of mlx-lm's.
+"""The only module that imports mlx-vlm: its language models with the interface of mlx-lm's.
 
-`tests/vlm/test_contract_mlx_vlm.py` tests its assumptions. Weights for images are kept where
-`vlm_images` reads them; those for audio and video never are.
+`tests/vlm/test_contract_mlx_vlm.py` tests its assumptions. The weights of a vision tower are loaded
+if `vlm_images` supports it; those for audio and video are not.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ with unchanged_limit():
 logger = logging.getLogger(__name__)
 SWITCHES[QuantizedSwitchLinear] = SwitchLinear
 POSITIONS = {"_position_ids": None, "_rope_deltas": mx.array([[0]])}
-"""Attributes in which models with images keep the positions of their last prompt, by the value for
-text of any sequence."""
+"""Attributes in which models keep positions of the last prompt with images, and the values to
+reset them to."""
 
 
 class TextModel(nn.Module):
@@ -61,7 +61,7 @@ class TextModel(nn.Module):
         return logits
 
     def read_images(self, model: nn.Module, processor: Any, marker: str) -> None:
-        """Keep the model's vision tower, and read images by it."""
+        """Keep the vision tower of the whole model, and enable image inputs."""
         self.tower = tower_of(model)
         self.span_reader = self.image_reader = VlmImages(
             model, processor, marker, mlx_vlm.utils.prepare_inputs
@@ -76,17 +76,17 @@ class TextModel(nn.Module):
         return list(caches.make_prompt_cache(self.language_model))
 
     def cache_parts(self) -> list[Any]:
-        """Return its caches in parts that the engine keeps."""
+        """Return the model's caches, split into parts that the engine can manage."""
         return split_all(self.language_model, self.make_cache())
 
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 UNSAFE = ("phi3small",)
-"""Model types whose classes write outside of their arrays; mlx-lm has them."""
+"""Model types whose classes write outside their arrays; mlx-lm supports them."""
 
 
 class VlmReader:
-    """Reads the language models in folders; see `models.mlx_lm.ModelReader`."""
+    """Reads model folders with mlx-vlm's classes; see `models.mlx_lm.ModelReader`."""
 
     release = f"mlx-vlm {version('mlx-vlm')}"
 
@@ -109,11 +109,11 @@ class VlmReader:
 
     def read_model(self, folder: Path) -> nn.Module:
         if "model_file" in mlx_vlm.utils.load_config(folder):
-            raise ModelError(f"{folder} has classes of its own (model_file), which are not run")
+            raise ModelError(f"{folder} contains code (model_file), which is not run")
         model = mlx_vlm.utils.load_model(folder, lazy=True)
         language_model = getattr(model, "language_model", None)
         if language_model is None:
-            raise ModelError(f"{folder.name} is no language model")
+            raise ModelError(f"{folder.name} is not a language model")
         config = model.config
         text_model = TextModel(language_model, getattr(config, "text_config", config))
         marker = marker_of(config)
@@ -123,12 +123,16 @@ class VlmReader:
 
 
 def _processor(folder: Path) -> Any:
-    """Return the processor of a folder; None if it has none, and so takes text alone."""
+    """Return the processor of a folder; None if there is none, so that only text is supported."""
     if not any((folder / name).is_file() for name in PROCESSORS):
         return None
     try:
         return mlx_vlm.utils.load_processor(folder, add_detokenizer=False, trust_remote_code=False)
     # A boundary, as in `models.mlx_lm.load_folder`.
     except Exception as error:  # noqa: BLE001
-        logger.warning("%s reads no images: %s", folder.name, first_line(error))
+        logger.warning(
+            "%s is loaded without images, as its processor fails: %s",
+            folder.name,
+            first_line(error),
+        )
         return None

@@ -188,7 +188,7 @@ class OutputFormat(RequestForm):
 
 
 class OutputConfig(RequestForm):
-    """Form of the answer's text, and the effort of its reasoning."""
+    """Format of the answer's text, and reasoning effort."""
 
     format: OutputFormat | None = None
     effort: Name | None = None
@@ -228,7 +228,7 @@ class CountRequest(RequestForm):
 
     @property
     def demands_call(self) -> bool:
-        """Whether the answer must be a tool call; such answers have no reasoning here."""
+        """Whether the answer must be a tool call; such an answer has no reasoning."""
         return self.tool_choice is not None and self.tool_choice.type in ("any", "tool")
 
     @property

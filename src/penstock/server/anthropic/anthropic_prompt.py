@@ -171,7 +171,7 @@ def _text_of(blocks: Sequence[TextBlock | Other]) -> str:
 
 
 def _content_of(blocks: Sequence[TextBlock | Other], *, images: bool) -> str | list[dict[str, Any]]:
-    """Return a text, or texts and images in a row if there are any that are read."""
+    """Join blocks to one text, or to a list of text and image parts if images are read."""
     if not (images and any(isinstance(block, Other) and block.is_image for block in blocks)):
         return _text_of(blocks)
     parts: list[dict[str, Any]] = []
@@ -230,7 +230,7 @@ def _marks(request: CountRequest) -> Iterator[_Mark]:
 
 
 def _hold(request: CountRequest, prompts: Prompts, tokens: PromptTokens) -> Hold | None:
-    """Return the prefix up to the last `cache_control`, held for the longest time of any."""
+    """Find the prefix up to the last `cache_control`; hold it for the longest requested time."""
     marks, whole = list(_marks(request)), request.cache_control
     controls = [mark.control for mark in marks] + ([] if whole is None else [whole])
     if not controls:
@@ -240,7 +240,7 @@ def _hold(request: CountRequest, prompts: Prompts, tokens: PromptTokens) -> Hold
         return Hold(seconds, None)
     try:
         before = _up_to(request, prompts, _deepest(marks))
-    except BadRequest:  # a template that refuses a conversation cut there; the whole one it takes
+    except BadRequest:  # the template rejects the truncated conversation, though not the whole one
         return None
     common = shared(tokens, before)
     return Hold(seconds, common) if common else None
@@ -253,7 +253,7 @@ def _deepest(marks: Sequence[_Mark]) -> _Mark:
 
 
 def _up_to(request: CountRequest, prompts: Prompts, mark: _Mark) -> tuple[int, ...]:
-    # A template may want a user's message, whatever it says: its text is where the two part.
+    # Templates may require a user message: this one's text differs from the prompt's at its start.
     turns = mark.turns or [Turn(role="user", content=_other(request))]
     return _render(request, prompts, mark.system, turns, whole=False)
 

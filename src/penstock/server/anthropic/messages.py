@@ -9,10 +9,8 @@ Anthropic's servers are left out of the prompt and named in a header.
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import Annotated, Any, Literal, TypeAlias
 
 from fastapi import APIRouter
@@ -25,7 +23,7 @@ from penstock.config import SAMPLED
 from penstock.engine.handle import Choice, PromptProgress
 from penstock.engine.request import Event, ReasoningBudget, Request, Sampling
 from penstock.server.access import salt_for
-from penstock.server.answers import Delta, Reader, ToolCall, join
+from penstock.server.answers import Delta, Reader, join
 from penstock.server.anthropic.anthropic_forms import (
     CountRequest,
     MessagesRequest,
@@ -106,7 +104,7 @@ class UsageOut(BaseModel):
 
 
 class MessageOut(BaseModel):
-    """A message of the model."""
+    """Response with the model's message."""
 
     id: str
     type: Literal["message"]
@@ -202,7 +200,7 @@ class Messages(Dialect):
         check_text(body.cache_salt, "cache_salt")
         if body.thread:
             raise BadRequest(
-                "thread: conversations are not kept here; send all messages, without thread",
+                "thread: this server stores no conversations; send all messages, without thread",
                 param="thread",
                 code=UNTHREADED,
             )
@@ -228,6 +226,7 @@ class Messages(Dialect):
             max_tokens=body.max_tokens,
             sampling=Sampling(**chosen),
             stop=tuple(body.stop_sequences or ()),
+            adapter=service.adapter_of(body.model),
             salt=salt_for(body.cache_salt),
             goes_on=body.messages[-1].role == "assistant",
             timeout_seconds=service.settings.request_timeout_seconds,
@@ -285,7 +284,7 @@ class Messages(Dialect):
             "id": self.id,
             "type": "message",
             "role": "assistant",
-            "model": self.service.model_name,
+            "model": self.service.shown_name(self.body.model),
             "content": self.blocks.content,
             "container": None,
         }
@@ -327,7 +326,7 @@ def _grammar(
     strict = {tool.name for tool in body.tools or () if tool.strict and tool.name}
     if not strict or not tools:
         return None
-    if _budget(service, body, prompt) is not None:  # a request has one rule of its tokens
+    if _budget(service, body, prompt) is not None:  # it cannot be combined with a grammar
         return CallGrammar(None, tuple(f"{name}:strict" for name in sorted(strict)))
     inside = prompt.in_reasoning
     return free_call_grammar(service.prompts.format, tools, strict, inside=inside)
@@ -381,7 +380,7 @@ class Blocks:
         if part.grown:
             yield self._more({"type": "input_json_delta", "partial_json": part.grown})
         if part.ends:
-            self.content[-1]["input"] = _arguments(call)
+            self.content[-1]["input"] = call.object
             yield from self.end()
 
     def _begin(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -398,13 +397,6 @@ class Blocks:
 
     def _more(self, delta: dict[str, Any]) -> dict[str, Any]:
         return {"type": "content_block_delta", "index": len(self.content) - 1, "delta": delta}
-
-
-def _arguments(call: ToolCall) -> dict[str, Any]:
-    arguments = None
-    with suppress(ValueError, RecursionError):
-        arguments = json.loads(call.arguments or "{}")
-    return arguments if isinstance(arguments, dict) else {"arguments": call.arguments}
 
 
 def _ended(reader: Reader) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class ChatCompletions(Dialect):
         check_scores(body.prompt_logprobs, stream=self.streams)
         self.logprobs = logprobs
         self.body = body
-        self.head = head_of(service, "chatcmpl")
+        self.head = head_of(service, "chatcmpl", body.model)
         self.plan = body.plan(service.prompts.format)
         self.prompt: tuple[int, ...] = ()
         self.prediction: tuple[int, ...] = ()

@@ -38,7 +38,7 @@ class Completions(Dialect):
         super().__init__(service, streams=bool(body.stream))
         self.n = body.n or 1
         if body.suffix:
-            raise BadRequest("suffix: text is continued at its end only", param="suffix")
+            raise BadRequest("suffix is not supported: leave it out", param="suffix")
         if body.best_of is not None and body.best_of != self.n:
             raise BadRequest(
                 f"best_of {body.best_of} must equal n, which is {self.n}: every generated answer "
@@ -48,7 +48,7 @@ class Completions(Dialect):
         check_scores(body.prompt_logprobs, stream=self.streams)
         self.logprobs = logprobs
         self.body = body
-        self.head = {**head_of(service, "cmpl"), "object": "text_completion"}
+        self.head = {**head_of(service, "cmpl", body.model), "object": "text_completion"}
         self.prompts: list[tuple[int, ...]] = []
         self.echoes: list[str] = []
         self.offsets: dict[int, int] = {}
@@ -174,7 +174,7 @@ class Completions(Dialect):
             if not events:
                 yield events
                 continue
-            scored = [_has_scores(handle) for handle in self.answering.handles]  # while others read
+            scored = [_has_scores(handle) for handle in self.answering.handles]
             begun = [(event, scored[event.choice // self.n]) for event in (*early, *events)]
             early = [event for event, ready in begun if not ready]
             if len(early) < len(begun):

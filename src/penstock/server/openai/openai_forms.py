@@ -39,13 +39,13 @@ MOST_STOP_TOKENS = 1_024
 
 
 class StreamOptions(RequestForm):
-    """Options of a stream."""
+    """Options of a streamed response."""
 
     include_usage: bool | None = None
 
 
 class JsonSchema(RequestForm):
-    """JSON schema of the answer."""
+    """JSON schema that the answer must follow."""
 
     name: str | None = None
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
@@ -102,7 +102,7 @@ class Sampled(RequestForm):
     prompt_logprobs: int | None = Field(None, ge=-1, le=MOST_TOP)
     """Number of log-probabilities to return per prompt token; -1 means all."""
     prompt_cache_key: Annotated[str, Field(max_length=1_024)] | None = None
-    """Key that asks to hold the prompt's prefix longer."""
+    """If set, the prompt's prefix is kept in the cache for longer."""
     cache_salt: Annotated[str, Field(max_length=1_024)] | None = None
     """Cache salt: only requests with equal salts share prefixes."""
     cache_prompt: bool | None = None
@@ -156,6 +156,7 @@ class Sampled(RequestForm):
             stop=_stops(stop),
             stop_tokens=_stop_tokens(service, stop_token_ids),
             timeout_seconds=settings.request_timeout_seconds,
+            adapter=service.adapter_of(self.model),
             salt=salt_for(self.cache_salt),
             cache_prompt=self.cache_prompt is not False,
             min_tokens=self.min_tokens or 0,
@@ -260,7 +261,7 @@ class ChatRequest(Sampled, Structured):
             )
         if self.add_generation_prompt is not None and self.add_generation_prompt is goes_on:
             raise BadRequest(
-                "add_generation_prompt is false with continue_final_message, and true without it",
+                "add_generation_prompt must be false with continue_final_message, else true",
                 param="add_generation_prompt",
             )
         return goes_on
@@ -304,7 +305,7 @@ def _bias(logit_bias: dict[str, float]) -> dict[int, float]:
         if not (token.isascii() and token.isdigit() and len(token) < 10):
             raise BadRequest(f"logit_bias: {token[:40]!r} is not a token id", param="logit_bias")
         if not -100.0 <= bias <= 100.0:
-            raise BadRequest("logit_bias: a bias is -100 to 100", param="logit_bias")
+            raise BadRequest("logit_bias: a bias must be -100 to 100", param="logit_bias")
         biases[int(token)] = bias
     return biases
 
@@ -316,7 +317,7 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     for text in stops:
         if not 0 < len(text) <= MOST_STOP_CHARACTERS:
             raise BadRequest(
-                f"stop: a text has 1 to {MOST_STOP_CHARACTERS} characters", param="stop"
+                f"stop: a text must have 1 to {MOST_STOP_CHARACTERS} characters", param="stop"
             )
     return tuple(stops)
 

@@ -20,7 +20,7 @@ from penstock.server.sse import EVENT, data
 
 
 class OpenAIErrorDetail(BaseModel):
-    """Details of an error."""
+    """Message, type, parameter and code of an error."""
 
     message: str
     type: str
@@ -36,7 +36,7 @@ class OpenAIError(BaseModel):
 
 
 class PromptDetails(BaseModel):
-    """Details of the prompt's tokens."""
+    """Breakdown of the prompt's tokens."""
 
     cached_tokens: int
     cache_write_tokens: int | None = None
@@ -44,7 +44,7 @@ class PromptDetails(BaseModel):
 
 
 class CompletionDetails(BaseModel):
-    """Details of the answers' tokens."""
+    """Breakdown of the answers' tokens."""
 
     reasoning_tokens: int | None = None
     accepted_prediction_tokens: int = 0
@@ -119,10 +119,11 @@ class Model(BaseModel):
     max_input_tokens: int
     max_tokens: int
     lifecycle: str
+    kinds: list[str]
 
 
 class Models(BaseModel):
-    """List of served models, always of length one."""
+    """List of the served model's names: its own, and one for each adapter."""
 
     object: str
     data: list[Model]
@@ -159,11 +160,11 @@ class Json(JSONResponse):
         return dumps(content)
 
 
-def head_of(service: Service, kind: str) -> dict[str, Any]:
+def head_of(service: Service, kind: str, model: str | None) -> dict[str, Any]:
     return {
         "id": f"{kind}-{uuid.uuid4().hex}",
         "created": int(time.time()),
-        "model": service.model_name,
+        "model": service.shown_name(model),
     }
 
 

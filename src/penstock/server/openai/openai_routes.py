@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from penstock.models.encoder_types import WRITING
 from penstock.server.openai.chat_completions import CHAT, ChatCompletions
 from penstock.server.openai.completions import COMPLETIONS, Completions
 from penstock.server.openai.logprobs import Logprobs
@@ -44,43 +45,48 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/v1/embeddings", response_model=None, responses={404: {"model": OpenAIError}})
     async def embeddings() -> Response:
-        """Return 404, since this server does not compute embeddings."""
+        """Return 404, since this model writes text and computes no embeddings."""
         raise NotFound(
-            "embeddings are not served: this server generates text", code="unsupported_endpoint"
+            "embeddings are not served: this server generates text; penstock serve MODEL ENCODER "
+            "serves both",
+            code="unsupported_endpoint",
         )
 
     @routes.get("/v1/models", response_model=Models)
     async def models() -> Response:
         """List the served model."""
-        ends = {"has_more": False, "first_id": service.model_name, "last_id": service.model_name}
-        return Json({"object": "list", "data": [_model(service)], **ends})
+        names = service.names
+        ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        data = [model_object(service, name) for name in names]
+        return Json({"object": "list", "data": data, **ends})
 
     @routes.get("/v1/models/{model_id:path}", response_model=Model)
     async def model(model_id: str) -> Response:
         """Describe the served model."""
-        if model_id != service.model_name:
+        if model_id not in service.names:
             raise NotFound(
-                f"there is no model of this name; {service.model_name} is served",
+                f"there is no model of this name; {', '.join(service.names)} is served",
                 code="model_not_found",
                 param="model",
             )
-        return Json(_model(service))
+        return Json(model_object(service, model_id))
 
     return routes
 
 
-def _model(service: Service) -> dict[str, Any]:
+def model_object(service: Service, name: str) -> dict[str, Any]:
     return {
-        "id": service.model_name,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "penstock",
         "max_model_len": service.context_tokens,
         "context_length": service.context_tokens,
         "type": "model",
-        "display_name": service.model_name,
+        "display_name": name,
         "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
         "max_input_tokens": max(1, service.context_tokens - 1),
         "max_tokens": service.context_tokens,
         "lifecycle": "active",
+        "kinds": list(WRITING),
     }

@@ -20,7 +20,7 @@ TOP_SCORE_BYTES = 400
 def check_scores(top: int | None, *, stream: bool) -> None:
     if top is not None and stream:
         raise BadRequest(
-            "prompt_logprobs do not come in a stream; leave stream out", param="prompt_logprobs"
+            "prompt_logprobs cannot be streamed; leave stream out", param="prompt_logprobs"
         )
 
 
@@ -41,7 +41,7 @@ def hold_scores(prompts: Sequence[Sequence[int]], top: int, copies: int = 1) -> 
     nbytes = tokens * copies * (TOKEN_SCORE_BYTES + top * TOP_SCORE_BYTES)
     if top > MOST_TOP and nbytes > hold.most_free_bytes:
         raise BadRequest(
-            f"prompt_logprobs: all {counted(top, 'token')} of the vocabulary beside each "
+            f"prompt_logprobs: all {counted(top, 'token')} of the vocabulary for each "
             f"of {counted(tokens, 'token')} take {format_bytes(nbytes)}; "
             f"there are {format_bytes(hold.most_free_bytes)} for all prompts. "
             f"Ask for at most {MOST_TOP}, send less, or raise --memory-limit",

@@ -102,7 +102,7 @@ class ResponsesUsage(BaseModel):
 
 
 class ResponseObject(BaseModel):
-    """A response and its settings, some of which this model omits."""
+    """A response and its settings, some of which are not listed in this schema."""
 
     id: str
     object: str

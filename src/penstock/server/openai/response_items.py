@@ -85,11 +85,11 @@ def _whole_message(item: Item) -> Item:
 
 
 class Conversation:
-    """Chat messages of items.
+    """Chat messages converted from input items.
 
     Args:
-        first: number of stored items in front of the request's own.
-        images: whether the model reads images; they stay parts of content then.
+        first: number of stored items before the request's own.
+        images: whether the model reads images, so that they are kept as content parts.
     """
 
     def __init__(self, items: Sequence[Item], first: int = 0, *, images: bool = False) -> None:
@@ -136,7 +136,7 @@ class Conversation:
             self.messages.append({"role": role, "content": content})
 
     def _content(self, content: Any, place: str, *, strict: bool) -> str | list[Any]:
-        """Return a text; or parts, if there are images among them that are read later."""
+        """Flatten content to text; keep its parts if they include images for the model."""
         if not (self._images and has_images(content)):
             return flatten(content, place, strict=strict)
         return [
@@ -198,7 +198,7 @@ def _called(item: Item, place: str) -> dict[str, Any]:
     else:
         name, arguments = item.get("name"), item.get("arguments", "{}")
     if not isinstance(name, str) or not isinstance(arguments, str):
-        raise BadRequest(f"{place}: a call has a name and arguments", param=place)
+        raise BadRequest(f"{place}: a call must have a name and arguments", param=place)
     return {
         "id": str(item.get("call_id") or item.get("id")),
         "type": "function",

@@ -111,7 +111,7 @@ class Tools:
     ) -> None:
         name = tool.get("name")
         if not isinstance(name, str) or not name:
-            raise BadRequest(f"{place}: a tool of type {kind} has a name", param=place)
+            raise BadRequest(f"{place}: a tool of type {kind} must have a name", param=place)
         description = str(tool.get("description") or "")
         if kind == "function":
             function = self._add(
@@ -166,7 +166,7 @@ def _grammar(grammar_format: Mapping[str, Any], place: str) -> str:
     syntax, definition = grammar_format.get("syntax"), grammar_format.get("definition")
     if syntax not in ("lark", "regex") or not isinstance(definition, str) or not definition:
         raise BadRequest(
-            f"{place}: a grammar has a syntax, lark or regex, and a definition", param=place
+            f"{place}: a grammar must have a syntax, lark or regex, and a definition", param=place
         )
     if syntax == "lark":
         return definition

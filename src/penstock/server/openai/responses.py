@@ -120,7 +120,7 @@ class Responses(Dialect):
         for name, instead in UNSERVED.items():
             if getattr(body, name):
                 raise BadRequest(
-                    f"{name} is not served; {instead}", param=name, code="unsupported_parameter"
+                    f"{name} is not supported; {instead}", param=name, code="unsupported_parameter"
                 )
         self.logprobs = logprobs
         self.body = body
@@ -218,7 +218,7 @@ class Responses(Dialect):
             return grammar_for(None, "text.format")
         if text_format.type != "json_schema":
             raise BadRequest(
-                "text.format.type: text, json_object or json_schema", param="text.format.type"
+                "text.format.type can be text, json_object or json_schema", param="text.format.type"
             )
         if text_format.schema_ is None:
             raise BadRequest("text.format.schema is missing", param="text.format.schema")
@@ -256,7 +256,7 @@ class Responses(Dialect):
             "status": status,
             "error": None if error is None else _error(error),
             "incomplete_details": cut_off,
-            "model": self.service.model_name,
+            "model": self.service.shown_name(self.body.model),
             "output": items,
             "usage": usage,
             "parallel_tool_calls": self.parallel,

@@ -48,7 +48,7 @@ class Structured(RequestForm):
         structures = self._given()
         if len(structures) > 1:
             names = " and ".join(structures)
-            raise BadRequest(f"{names} do not go together", param=next(iter(structures)))
+            raise BadRequest(f"{names} cannot be combined", param=next(iter(structures)))
         return next((_grammar(name, value) for name, value in structures.items()), None)
 
     @property
@@ -70,8 +70,8 @@ class Structured(RequestForm):
 def one_grammar(grammar: str | None, structure: str | None) -> str | None:
     if grammar is not None and structure is not None:
         raise BadRequest(
-            "structured_outputs, and guided_json and its like, do not go together with "
-            "response_format or a demanded call of a tool",
+            "structured_outputs and guided_json, guided_regex, ... cannot be combined with "
+            "response_format or a required tool call",
             param="structured_outputs",
         )
     return grammar or structure

@@ -5,6 +5,7 @@ import { Chat } from "./chat.js";
 import { MemoryChart } from "./chart.js";
 import { byId, bytes, make, many, percent, rough, setText, speed } from "./format.js";
 import { followLinks } from "./links.js";
+import { Picker } from "./picker.js";
 import { Requests } from "./requests.js";
 import { TreeView } from "./tree.js";
 import { term } from "./words.js";
@@ -12,12 +13,16 @@ import { term } from "./words.js";
 const AGAIN_SECONDS = 2;
 const SILENCE_SECONDS = 10;
 const SPARK_POINTS = 60;
+const NO_TREE = { nodes: [], left_out: 0, count: 0, tokens: 0, nbytes: 0 };
 
 const chart = new MemoryChart();
 const tree = new TreeView();
 const requests = new Requests();
-const chat = new Chat();
 const speeds = [];
+let shown = null;
+let watch = () => {};
+const picker = new Picker(() => watch());
+const chat = new Chat(picker);
 const preempted = term("preempted", "queue-meaning", "–");
 
 /** Follow the server for ever; when it goes, say so and come back. */
@@ -25,16 +30,23 @@ async function follow() {
   for (;;) {
     const silence = new AbortController();
     let timer;
+    let changed = false;
+    watch = () => {
+      changed = true;
+      silence.abort();
+    };
+    const model = picker.chosen ? `?model=${encodeURIComponent(picker.chosen)}` : "";
     try {
       const alive = () => {
         clearTimeout(timer);
         timer = setTimeout(() => silence.abort(), SILENCE_SECONDS * 1000);
       };
-      for await (const { event, data } of events("v1/live", { signal: silence.signal, alive })) {
+      for await (const { event, data } of events(`v1/live${model}`, { signal: silence.signal, alive })) {
         if (event === "snapshot") show(JSON.parse(data));
       }
       state("gone", "server not reachable");
     } catch (error) {
+      if (changed) continue;
       console.warn(error);
       const refused = error instanceof Refused;
       state("gone", refused ? "server not ready" : "server not reachable", refused ? error.message : "");
@@ -46,18 +58,28 @@ async function follow() {
 
 function show(snapshot) {
   state("live", "live");
-  setText(byId("model"), snapshot.model);
+  setText(byId("model"), snapshot.model || loadedNames(snapshot.models) || "no model is loaded");
   setText(byId("version"), `penstock ${snapshot.version}`);
   document.title = `${percent(snapshot.stats.used_bytes / snapshot.stats.limit_bytes)} · penstock`;
-  chat.serves(snapshot.model, snapshot.chats, snapshot.sees);
+  picker.show(snapshot.models);
+  byId("stats").hidden = !snapshot.model;
+  byId("stats").href = `v1/cache/stats?model=${encodeURIComponent(snapshot.model)}`; // or a pool would load its first
+  chat.serves(snapshot);
   if (snapshot.history) {
     chart.remember(snapshot.history);
-    speeds.push(...snapshot.history.generated_per_second.slice(-SPARK_POINTS));
+    speeds.splice(0, speeds.length, ...snapshot.history.generated_per_second.slice(-SPARK_POINTS));
   }
   showTiles(snapshot);
   chart.show(snapshot);
   requests.show(snapshot.requests);
-  if (snapshot.tree) tree.show(snapshot.tree);
+  if (snapshot.tree) tree.show(snapshot.tree, snapshot.model);
+  else if (snapshot.model !== shown) tree.show(NO_TREE, "");
+  shown = snapshot.model;
+}
+
+/** Names of the loaded models, where none of them writes text. */
+function loadedNames(models) {
+  return (models ?? []).filter(({ state }) => state === "loaded").map(({ name }) => name).join(", ");
 }
 
 function showTiles({ stats, hit_rate: hitRate, generated_per_second: generated, prefilled_per_second: prefilled, max_batch_size: slots }) {
@@ -114,7 +136,7 @@ function showSlots({ running, prefilling, restoring }, slots) {
   while (place.children.length < drawn) place.append(make("i"));
   while (place.children.length > drawn) place.lastElementChild.remove();
   [...place.children].forEach((box, at) => {
-    box.className = at < running ? "running" : at < running + reading ? "prefilling" : "";
+    box.className = at < running ? "" : at < running + reading ? "computed" : "cold";
   });
 }
 
@@ -137,7 +159,7 @@ function state(kind, text, reason = "") {
 }
 
 function dark() {
-  const chosen = document.documentElement.dataset.theme;
+  const chosen = document.documentElement.style.colorScheme;
   return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
 }
 
@@ -148,7 +170,7 @@ function showTheme() {
 
 byId("theme").addEventListener("click", () => {
   const theme = dark() ? "light" : "dark";
-  document.documentElement.dataset.theme = theme;
+  document.documentElement.style.colorScheme = theme;
   try {
     localStorage.setItem("penstock-theme", theme);
   } catch {

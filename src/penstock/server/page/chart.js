@@ -1,21 +1,21 @@
 // Memory over time: what the ledger counts, stacked by purpose, against the limit.
 
-import { byId, bytes, color, count, make, many, percent, setText } from "./format.js";
+import { barOf, byId, bytes, color, count, make, many, percent, setText } from "./format.js";
 import { term } from "./words.js";
 
-/** From the ground up: what stays lies below what comes and goes. */
+/** Kinds with name and color, from the ground up: what stays lies below what comes and goes. */
 export const KINDS = [
-  ["weights", "Weights"],
-  ["draft", "Draft model"],
-  ["buffers", "Buffers"],
-  ["prompts", "Prompts"],
-  ["grammars", "Grammars"],
-  ["features", "Features"],
-  ["index", "Index"],
-  ["checkpoints", "Checkpoints"],
-  ["tails", "Tails"],
-  ["key_index", "Key index"],
-  ["nodes", "Nodes"],
+  ["weights", "Weights", "light-dark(#93a4b3, #64788a)"],
+  ["draft", "Draft model", "light-dark(#8a6fc4, #a58be0)"],
+  ["buffers", "Buffers", "light-dark(#8e99e0, #7683d9)"],
+  ["prompts", "Prompts", "light-dark(#d98ba6, #cf7b9b)"],
+  ["grammars", "Grammars", "light-dark(#c9a24d, #b98f3a)"],
+  ["features", "Features", "light-dark(#b0795a, #c08a6c)"],
+  ["index", "Index", "light-dark(#c58bd8, #b57bd0)"],
+  ["checkpoints", "Checkpoints", "light-dark(#5cab6c, #62b975)"],
+  ["tails", "Tails", "var(--tails)"],
+  ["key_index", "Key index", "light-dark(#4f7fd1, #6d98e0)"],
+  ["nodes", "Nodes", "var(--nodes)"],
 ];
 /** Share of the limit from which the limit is drawn in any case. */
 const NEAR = 0.6;
@@ -54,9 +54,10 @@ export class MemoryChart {
   constructor() {
     this.history = new History();
     this.place = byId("chart");
+    this.place.style.height = `${HEIGHT}px`;
     this.whole = byId("whole");
     this.whole.addEventListener("change", () => this.draw());
-    this.legend = new Map(KINDS.map(([kind, name]) => [kind, legendEntry(kind, name)]));
+    this.legend = new Map(KINDS.map(([kind, ...entry]) => [kind, legendEntry(kind, ...entry)]));
     byId("legend").append(...[...this.legend.values()].map((entry) => entry.element));
     new ResizeObserver(() => this.resize()).observe(this.place);
   }
@@ -78,7 +79,7 @@ export class MemoryChart {
     for (const [kind, entry] of this.legend) {
       const value = stats.by_kind[kind] ?? 0;
       setText(entry.value, bytes(value));
-      entry.element.classList.toggle("none", value === 0);
+      entry.element.hidden = value === 0;
     }
     this.place.setAttribute(
       "aria-label",
@@ -90,18 +91,11 @@ export class MemoryChart {
   }
 
   showTiers(stats, tiers) {
-    const ram = make("span", { class: "bar" });
-    for (const [kind] of KINDS) {
-      const share = (stats.by_kind[kind] ?? 0) / stats.limit_bytes;
-      if (!share) continue;
-      const piece = make("i", { class: kind });
-      piece.style.width = `${share * 100}%`;
-      ram.append(piece);
-    }
+    const pieces = KINDS.map(([kind, , shade]) => [(stats.by_kind[kind] ?? 0) / stats.limit_bytes, shade]);
     const { memory, ...cold } = tiers;
     byId("tiers").replaceChildren(
       make("dt", {}, "memory"),
-      make("dd", {}, ram, make("span", { class: "said" }, tierText(memory))),
+      make("dd", { class: "row" }, barOf(...pieces), tierText(memory)),
       ...Object.entries(cold).flatMap(([name, tier]) => tierRow(name, tier, stats.tiers[name])),
     );
   }
@@ -125,12 +119,12 @@ export class MemoryChart {
   }
 
   options() {
-    const kinds = KINDS.map(([kind]) => kind).reverse();
-    const muted = color("--muted");
+    const shades = KINDS.map(([, , shade]) => shade).reverse();
+    const muted = color("var(--muted)");
     const axis = {
       stroke: muted,
       font: "11px " + getComputedStyle(document.body).fontFamily,
-      grid: { stroke: color("--grid"), width: 1 },
+      grid: { stroke: color("var(--edge)"), width: 1 },
       ticks: { show: false },
     };
     return {
@@ -163,14 +157,14 @@ export class MemoryChart {
       ],
       series: [
         {},
-        ...kinds.map((kind) => ({
-          fill: color(`--${kind}`),
-          stroke: color("--card"),
+        ...shades.map((shade) => ({
+          fill: color(shade),
+          stroke: color("var(--card)"),
           width: 1,
           points: { show: false },
         })),
         {
-          stroke: color("--limit"),
+          stroke: color("var(--bad)"),
           width: 2,
           dash: [6, 5],
           points: { show: false },
@@ -204,10 +198,12 @@ export class MemoryChart {
   }
 }
 
-function legendEntry(kind, name) {
+function legendEntry(kind, name, shade) {
   const value = make("b", {}, "–");
-  const button = term(kind, "memory-meaning", make("i"), `${name} `, value);
-  button.classList.add(kind);
+  const swatch = make("i", { class: "swatch" });
+  swatch.style.setProperty("--color", shade);
+  const button = term(kind, "memory-meaning", swatch, `${name} `, value);
+  button.classList.add("row");
   const element = make("li", {}, button);
   return { element, value };
 }
@@ -215,21 +211,11 @@ function legendEntry(kind, name) {
 /** Show a cold tier: its share of its limit, if it has one, and its reads and writes. */
 function tierRow(name, tier, figures) {
   const on = tier.state === "on";
-  const bar = make("span", { class: "bar" });
-  if (on && tier.limit_bytes) {
-    const piece = make("i", { class: "nodes" });
-    piece.style.width = `${(tier.used_bytes / tier.limit_bytes) * 100}%`;
-    bar.append(piece);
-  }
+  const bar = on && tier.limit_bytes ? [barOf([tier.used_bytes / tier.limit_bytes])] : [];
   const text = on ? [tierText(tier), movedText(figures), tier.why] : [tier.why ?? "off"];
   return [
     make("dt", {}, name),
-    make(
-      "dd",
-      { class: on ? "" : "off" },
-      ...(on && !tier.limit_bytes ? [] : [bar]),
-      make("span", { class: "said" }, text.filter(Boolean).join("; ")),
-    ),
+    make("dd", { class: "row" }, ...bar, text.filter(Boolean).join("; ")),
   ];
 }
 

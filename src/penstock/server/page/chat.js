@@ -2,12 +2,15 @@
 // the cache. Editing a message starts a branch: the tree shows it.
 
 import { ask, events } from "./api.js";
-import { answerBubble, questionBubble } from "./bubbles.js";
-import { byId, count, duration, make, percent, setText, speed } from "./format.js";
+import { Answer, questionBubble } from "./bubbles.js";
+import { Conversations } from "./conversations.js";
+import { barOf, byId, count, duration, make, percent, setText, speed } from "./format.js";
 import { parted, Pictures } from "./pictures.js";
 
 /** Tokens of a text that goes on without a template, where no length is asked for: it has no end. */
 const CONTINUED_TOKENS = 256;
+const SAY = "Say something. The figures of this page show the cost of each answer.";
+const CONTINUE = "This model has no chat template: it continues the text that you begin.";
 const HINT_SECONDS = 0.35;
 /** Tokens from which an answer shows its speed: a shorter one comes in one piece. */
 const LEAST_TOKENS = 8;
@@ -47,14 +50,16 @@ const ANY = [
 export class Chat {
   /** Messages in the order of the bubbles; those of a failed turn have `leftOut`. */
   messages = [];
-  model = "";
+  id = null;
+  model = null;
   /** Whether the model has a chat template; one without continues the text. */
   chats = true;
   running = null;
   /** Questions that a starter offers for later turns. */
   next = [];
 
-  constructor() {
+  constructor(picker) {
+    this.picker = picker;
     this.log = byId("log");
     this.draft = byId("draft");
     this.pictures = new Pictures((why) => this.hint(why));
@@ -79,16 +84,29 @@ export class Chat {
     });
     byId("system").addEventListener("input", () => this.hintLater());
     byId("clear-chat").addEventListener("click", () => this.clear());
+    this.kept = new Conversations(
+      (conversation) => this.open(conversation),
+      (id) => id === this.id && this.clear(),
+    );
+    const last = this.kept.last();
+    if (last) this.open(last);
   }
 
-  /** Learn which model is served: what could be said first depends on it. */
-  serves(model, chats, sees) {
-    this.pictures.read = chats && sees;
-    if (model === this.model) return;
+  /** Learn of the model that would answer: what could be said first depends on it. */
+  serves(snapshot) {
+    if (snapshot.models && !this.picker.models.length) return this.close(snapshot.models);
+    const model = this.picker.chosen ?? snapshot.model;
+    this.loaded = snapshot.model === (this.picker.base ?? model);
+    this.noteWaiting?.();
+    if (this.loaded || model !== this.model) {
+      this.pictures.read = !this.loaded || (snapshot.chats && snapshot.sees); // unknown before
+    }
+    const chats = this.loaded ? snapshot.chats : model !== this.model || this.chats;
+    if (model === this.model && chats === this.chats) return;
     this.model = model;
     this.chats = chats;
     this.starters = !chats ? TEXT : /recall/i.test(model) ? RECALL : ANY;
-    if (!chats) this.offerText();
+    this.offer();
     byId("starters")?.replaceChildren(
       ...this.starters.map(({ name, text, then }) =>
         suggestion(name, () => {
@@ -99,22 +117,60 @@ export class Chat {
     );
   }
 
-  /** Say that a model without a chat template continues what is written. */
-  offerText() {
-    const says = "This model has no chat template: it continues the text that you begin.";
+  /** Say what can be written; a model without a chat template continues it. */
+  offer() {
     const welcome = byId("welcome") ?? this.welcome;
-    if (welcome) setText(welcome.querySelector("p"), says);
-    this.draft.placeholder = "Begin a text";
+    setText(welcome.querySelector("p"), this.chats ? SAY : CONTINUE);
+    this.draft.placeholder = this.chats ? "Message the model" : "Begin a text";
+  }
+
+  /** Say what is served where no model writes text: nothing can be sent. */
+  close(models) {
+    const parts = ["composer", "settings", "show-kept", "clear-chat"].map(byId);
+    if (parts[0].hidden) return;
+    this.clear();
+    for (const part of parts) part.hidden = true;
+    const served = models.map(({ name, kinds }) => `${name} (${kinds.join(", ")})`).join(", ");
+    setText(byId("welcome").querySelector("p"), `No model here writes text. Served: ${served}. The API lists the routes.`);
   }
 
   clear() {
+    this.leave();
+    this.kept.note(null);
+    this.log.replaceChildren(byId("welcome") ?? this.welcome);
+    this.draft.focus();
+  }
+
+  /** Show a kept conversation, and go on with it. */
+  open({ id, system, model, messages }) {
+    this.leave();
+    this.kept.note(id);
+    this.id = id;
+    this.messages = messages;
+    byId("system").value = system;
+    this.picker.choose(model);
+    this.welcome ??= byId("welcome");
+    this.log.replaceChildren();
+    messages.forEach((message, at) => {
+      const answer = message.role === "assistant" ? this.bubble() : null;
+      answer?.show(message);
+      this.append(answer?.element ?? questionBubble(message.content, () => this.edit(at)));
+    });
+  }
+
+  /** Leave a conversation; what there is of an answer is kept. */
+  leave() {
+    if (this.running) this.keep(this.coming, { name: "AbortError" });
     this.halt();
     this.messages = [];
     this.next = [];
+    this.id = null;
     this.pictures.show([]);
-    this.log.replaceChildren(byId("welcome") ?? this.welcome);
     this.hint("");
-    this.draft.focus();
+  }
+
+  bubble() {
+    return new Answer((element) => this.again(element));
   }
 
   /** Send a message, and write down the answer while it comes. */
@@ -144,14 +200,20 @@ export class Chat {
     await this.answer(bubble, body);
   }
 
-  async answer(bubble = answerBubble(), body = this.body()) {
+  async answer(bubble = this.bubble(), body = this.body()) {
     const running = new AbortController();
     this.running = running;
+    this.coming = bubble;
     this.showRunning();
     this.append(bubble.element);
     bubble.begin();
     const started = performance.now();
     const seen = { first: null, last: null, usage: null, finish: null };
+    this.noteWaiting = () => {
+      const waits = this.picker.waiting(body.model);
+      const seconds = duration((performance.now() - started) / 1000);
+      if (seen.first === null && waits) setText(bubble.cost, `${waits}, ${seconds} so far`);
+    };
     let failure = null;
     try {
       for await (const { event, data } of events(this.chats ? "v1/chat/completions" : "v1/completions", {
@@ -173,14 +235,16 @@ export class Chat {
         this.follow();
       }
       if (seen.finish === null) throw new Error("The connection ended before the answer did.");
-      setText(bubble.cost, cost(seen, started));
+      const name = this.picker.chosen === null ? [] : [body.model];
+      setText(bubble.cost, [...name, ...cost(seen, started)].join(" · "));
     } catch (error) {
       failure = error;
       if (error.name === "AbortError") setText(bubble.cost, "stopped");
-      else bubble.fail(reason(error), () => this.again(bubble.element));
+      else bubble.fail(reason(error));
     }
     bubble.finish();
     if (this.running !== running) return; // another conversation has begun
+    this.noteWaiting = null;
     this.keep(bubble, failure);
     this.running = null;
     this.showRunning();
@@ -191,15 +255,19 @@ export class Chat {
   }
 
   /** Keep an answer; of a failed turn, or one stopped before its first word, nothing is sent. */
-  keep({ text, reasoning }, failure) {
+  keep({ text, reasoning, cost }, failure) {
     const failed = failure !== null && failure.name !== "AbortError";
-    const message = { role: "assistant", content: text };
+    const message = { role: "assistant", content: text, cost: cost.textContent };
     if (reasoning) message.reasoning_content = reasoning;
     if (failed || (failure && !text)) message.leftOut = this.messages.at(-1).leftOut = true;
     this.messages.push(message);
+    const messages = this.messages.filter(({ leftOut }) => !leftOut);
+    if (!messages.length) return;
+    this.id ??= `${Date.now()}-${Math.random()}`;
+    this.kept.keep({ id: this.id, model: this.model, messages, system: byId("system").value });
   }
 
-  /** Ask a failed question again. */
+  /** Ask the question of an answer again. */
   again(element) {
     if (this.running) return;
     const at = [...this.log.children].indexOf(element) - 1;
@@ -225,15 +293,12 @@ export class Chat {
 
   /** The request: what is left empty in the settings is the model's own. */
   body(goesOn = false) {
-    const temperature = byId("temperature").value.trim();
-    const longest = Number(byId("max-tokens").value) || (this.chats ? 0 : CONTINUED_TOKENS);
-    const asked = {
-      ...(this.model && { model: this.model }), // the server knows its own
-      ...(temperature && { temperature: Number(temperature) }),
-      ...(longest && { max_tokens: longest }),
-      stream: true,
-      stream_options: { include_usage: true },
-    };
+    const asked = { stream: true, stream_options: { include_usage: true } };
+    if (this.model) asked.model = this.model; // the server knows its own
+    if (!this.chats) asked.max_tokens = CONTINUED_TOKENS;
+    for (const { name, value } of document.querySelectorAll(".fields input")) {
+      if (value.trim()) asked[name] = Number(value);
+    }
     if (!this.chats) return { ...asked, prompt: this.text() };
     const more = goesOn ? { continue_final_message: true, add_generation_prompt: false } : {};
     return { ...asked, messages: this.conversation(), return_progress: true, ...more };
@@ -246,7 +311,9 @@ export class Chat {
 
   conversation() {
     const system = byId("system").value.trim();
-    const sent = this.messages.filter(({ leftOut }) => !leftOut);
+    const sent = this.messages
+      .filter(({ leftOut }) => !leftOut)
+      .map(({ role, content, reasoning_content }) => ({ role, content, reasoning_content }));
     return system ? [{ role: "system", content: system }, ...sent] : sent;
   }
 
@@ -270,7 +337,7 @@ export class Chat {
   /** Stop the answer that is coming. */
   halt() {
     this.running?.abort();
-    this.running = null;
+    this.running = this.noteWaiting = null;
     this.showRunning();
   }
 
@@ -295,7 +362,7 @@ export class Chat {
 
   showRunning() {
     const send = byId("send");
-    send.classList.toggle("stop", Boolean(this.running));
+    setText(send, this.running ? "■" : "↑");
     send.setAttribute("aria-label", this.running ? "Stop" : "Send");
     send.title = this.running ? "Stop" : "Send (Enter)";
   }
@@ -314,10 +381,12 @@ export class Chat {
   async askHint() {
     const draft = this.draft.value.trim();
     const pictured = this.pictures.urls.length || this.messages.some(({ content }) => Array.isArray(content));
-    if (!draft || pictured || this.running) return this.hint(""); // all images would be sent for it
+    const away = this.picker.waiting(this.model); // a question would load it
+    if (!draft || pictured || away || this.running) return this.hint(""); // all images would be sent for it
     try {
       const messages = [...this.conversation(), { role: "user", content: draft }];
-      const body = this.chats ? { messages } : { prompt: this.text() + draft };
+      const named = this.model && { model: this.model };
+      const body = this.chats ? { ...named, messages } : { ...named, prompt: this.text() + draft };
       const found = await ask("v1/cache/explain", { method: "POST", body });
       if (this.draft.value.trim() !== draft) return;
       const { held_tokens: held, prompt_tokens: all } = found;
@@ -328,14 +397,12 @@ export class Chat {
   }
 
   hint(text, share = 0) {
-    const hint = byId("hint");
-    setText(hint, text);
-    hint.style.setProperty("--share", `${share * 100}%`);
+    byId("hint").replaceChildren(...(share ? [barOf([share])] : []), text);
   }
 }
 
 function suggestion(text, act) {
-  const button = make("button", { type: "button", class: "starter" }, text);
+  const button = make("button", { type: "button", class: "starter box" }, text);
   button.addEventListener("click", act);
   return button;
 }
@@ -356,7 +423,7 @@ function cost({ first, last, usage, finish }, started) {
   const said = [];
   if (usage) {
     const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
-    said.push(`${count(cached)} of ${count(usage.prompt_tokens)} prompt tokens from the cache`);
+    said.push(`${count(cached)} of ${count(usage.prompt_tokens)} prompt tokens from the cache (${percent(cached / usage.prompt_tokens)})`);
   }
   if (first !== null) said.push(`first token ${duration((first - started) / 1000)}`);
   if (usage?.completion_tokens >= LEAST_TOKENS && last - first >= LEAST_MS) {
@@ -368,5 +435,5 @@ function cost({ first, last, usage, finish }, started) {
     said.push(`${count(right)} of ${count(right + wrong)} guessed tokens right`);
   }
   if (finish === "length") said.push("cut at its length");
-  return said.join(" · ");
+  return said;
 }

@@ -75,7 +75,24 @@ export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** Return a color of the style sheet. */
-export function color(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+/** Make a bar of pieces: each has a share of the whole, and a color if it is not that of nodes. */
+export function barOf(...pieces) {
+  const bar = make("span", { class: "meter" });
+  for (const [share, shade] of pieces) {
+    const piece = make("i");
+    piece.style.width = `${share * 100}%`;
+    if (shade) piece.style.setProperty("--color", shade);
+    bar.append(piece);
+  }
+  return bar;
+}
+
+/** Return a color of the style sheet, as the theme has it. */
+export function color(value) {
+  const probe = make("i", { hidden: true });
+  probe.style.color = value;
+  document.body.append(probe);
+  const { color } = getComputedStyle(probe);
+  probe.remove();
+  return color;
 }

@@ -13,7 +13,6 @@ export function followLinks() {
       open(link.textContent, link.getAttribute("href"));
     });
   }
-  byId("sheet-close").addEventListener("click", () => byId("sheet").close());
 }
 
 async function open(name, path) {
@@ -28,7 +27,7 @@ async function content(path) {
     const text = await (await send(path)).text();
     return make("pre", {}, path === "metrics" ? text : JSON.stringify(JSON.parse(text), null, 2));
   } catch (error) {
-    return make("p", { class: "reason" }, error.message);
+    return make("p", { class: "reason box" }, error.message);
   }
 }
 

@@ -74,7 +74,7 @@ function table({ header, rows }) {
     row.map(({ tokens, align }) => make(tag, { class: align }, ...blocks(tokens)));
   return make(
     "div",
-    { class: "wide-table" },
+    { class: "scroll" },
     make(
       "table",
       {},
@@ -86,20 +86,22 @@ function table({ header, rows }) {
 
 /** A block of code with its language and a button that copies it. */
 function code({ text, lang }) {
-  const copy = make("button", { type: "button", class: "copy" }, "Copy");
+  const copy = make("button", { type: "button", class: "link" }, "Copy");
   copy.addEventListener("click", () => copyText(text, copy));
   const name = make("span", {}, (lang ?? "").split(/\s/)[0]);
-  return make("figure", { class: "code" }, make("figcaption", {}, name, copy), make("pre", {}, make("code", {}, text)));
+  return make("figure", { class: "code box" }, make("figcaption", { class: "row spread" }, name, copy), make("pre", { class: "scroll" }, make("code", {}, text)));
 }
 
-async function copyText(text, button) {
+/** Copy a text, and say so on a button for a moment. */
+export async function copyText(text, button) {
+  const name = button.textContent;
   try {
     await navigator.clipboard.writeText(text);
     button.textContent = "Copied";
   } catch {
     button.textContent = copySelected(text) ? "Copied" : "Not allowed";
   }
-  setTimeout(() => (button.textContent = "Copy"), COPIED_SECONDS * 1000);
+  setTimeout(() => (button.textContent = name), COPIED_SECONDS * 1000);
 }
 
 /** Copy without the clipboard's interface, which pages over plain HTTP from elsewhere lack. */

@@ -3,6 +3,8 @@
 
 import { byId, make } from "./format.js";
 
+/** Height of an image that waits, in pixels. */
+const THUMBNAIL = 64;
 const TYPES = ["image/png", "image/jpeg", "image/gif", "image/webp"];
 
 /** The images that wait to be sent. */
@@ -45,7 +47,7 @@ export class Pictures {
     this.list.replaceChildren(
       ...urls.map((url, at) => {
         const words = "Leave this image out";
-        const button = make("button", { type: "button", "aria-label": words, title: words }, image(url));
+        const button = make("button", { type: "button", "aria-label": words, title: words }, image(url, THUMBNAIL));
         button.addEventListener("click", () => this.show(urls.filter((_, other) => other !== at)));
         return make("li", {}, button);
       }),
@@ -68,8 +70,8 @@ export function parted(content) {
   return { urls, text: content.find(({ type }) => type === "text")?.text ?? "" };
 }
 
-export function image(url) {
-  return make("img", { src: url, alt: "An image" });
+export function image(url, height) {
+  return make("img", { src: url, alt: "An image", height });
 }
 
 function urlOf(file) {

@@ -1,6 +1,6 @@
 // The last requests, newest first; one that is opened tells why it hit or missed.
 
-import { byId, count, duration, make, many, percent, setText, speed } from "./format.js";
+import { barOf, byId, count, duration, make, many, percent, setText, speed } from "./format.js";
 
 /** How an open request stands, and how one has ended. */
 const WORDS = {
@@ -19,7 +19,6 @@ export class Requests {
   constructor() {
     this.body = byId("rows");
     this.dialog = byId("why");
-    byId("why-close").addEventListener("click", () => this.dialog.close());
     this.dialog.addEventListener("click", (event) => {
       if (event.target === this.dialog) this.dialog.close(); // beside it
     });
@@ -53,24 +52,24 @@ export class Requests {
 
   add() {
     const name = make("button", { type: "button", class: "link" });
-    const at = make("span", { class: "at optional" });
-    const bar = make("i");
+    const at = make("span", { class: "note optional" });
+    const bar = barOf([0]);
     const share = make("span");
     const cells = {
-      answer: make("td", { class: "number optional" }),
-      first: make("td", { class: "number optional" }),
-      speed: make("td", { class: "number optional" }),
+      answer: make("td", { class: "right optional" }),
+      first: make("td", { class: "right optional" }),
+      speed: make("td", { class: "right optional" }),
     };
-    const state = make("span", { class: "pill" });
+    const state = make("span", { class: "pill note" });
     const element = make(
       "tr",
       {},
-      make("th", { scope: "row" }, name, at),
-      make("td", { class: "share" }, make("span", { class: "meter" }, bar), share),
+      make("th", { scope: "row" }, name, " ", at),
+      make("td", { class: "share" }, make("div", { class: "row" }, bar, share)),
       cells.answer,
       cells.first,
       cells.speed,
-      make("td", { class: "end" }, state),
+      make("td", { class: "right" }, state),
     );
     const row = { element, name, at, bar, share, cells, state, request: null };
     element.addEventListener("click", () => this.open(row.request));
@@ -83,7 +82,7 @@ export class Requests {
     setText(at, clock(request.started));
     name.setAttribute("aria-label", `${short(request.label)}, ${clock(request.started)}: why it hit or missed`);
     name.title = clock(request.started);
-    bar.style.width = `${part(request) * 100}%`;
+    bar.firstElementChild.style.width = `${part(request) * 100}%`;
     setText(share, `${count(cached(request))} of ${count(request.prompt_tokens)}`);
     setText(cells.answer, count(request.completion_tokens));
     setText(cells.first, request.first_token_seconds == null ? "–" : duration(request.first_token_seconds));
@@ -102,9 +101,6 @@ export class Requests {
   explain(request) {
     const found = request.explanation;
     setText(byId("why-title"), `${short(request.label)}, ${clock(request.started)}`);
-    const all = Math.max(1, request.prompt_tokens);
-    const held = make("i", { class: "held" });
-    held.style.width = `${(100 * cached(request)) / all}%`;
     const facts = [
       ["Served from the cache", `${count(cached(request))} tokens (${percent(part(request))})`],
       ["Computed", many(request.prompt_tokens - cached(request), "token")],
@@ -119,17 +115,17 @@ export class Requests {
     if (found?.evicted_seconds_ago != null) {
       facts.push(["The next block was evicted", `${duration(found.evicted_seconds_ago)} before`]);
     }
-    const list = make("dl", {});
-    for (const [name, value] of facts) list.append(make("div", {}, make("dt", {}, name), make("dd", {}, value)));
+    const list = make("dl", { class: "rows" });
+    for (const [name, value] of facts) list.append(make("div", {}, make("dt", { class: "note" }, name), make("dd", {}, value)));
     byId("why-body").replaceChildren(
-      make("span", { class: "bar", "aria-hidden": "true" }, held),
+      barOf([part(request)], [1 - part(request), "var(--tails)"]),
       make(
         "p",
-        { class: "key", "aria-hidden": "true" },
-        make("span", {}, make("i", { class: "held" }), "from the cache"),
-        make("span", {}, make("i"), "computed"),
+        { class: "row note", "aria-hidden": "true" },
+        make("span", { class: "row" }, make("i", { class: "swatch pinned" }), "from the cache"),
+        make("span", { class: "row" }, make("i", { class: "swatch computed" }), "computed"),
       ),
-      make("p", { class: "reason" }, found ? sentence(found.reason) : "The prompt has not been matched yet."),
+      make("p", { class: "reason box" }, found ? sentence(found.reason) : "The prompt has not been matched yet."),
       list,
     );
   }

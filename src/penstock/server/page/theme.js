@@ -7,5 +7,5 @@
   } catch {
     // no storage: the system's
   }
-  if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;
+  if (chosen === "light" || chosen === "dark") document.documentElement.style.colorScheme = chosen;
 })();

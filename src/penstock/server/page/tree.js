@@ -62,8 +62,9 @@ export class TreeView {
   }
 
   /** Take in a tree, and draw it. */
-  show(tree) {
+  show(tree, model) {
     this.tree = tree;
+    this.model = model;
     Object.assign(this, grow(tree.nodes));
     this.sum();
     this.draw();
@@ -131,8 +132,8 @@ export class TreeView {
     seen.add(node.id);
     let box = this.boxes.get(node.id);
     if (!box) {
-      box = make("button", { type: "button", class: "node", role: "treeitem", tabindex: "-1" });
-      box.append(make("span", { class: "size" }), make("span", { class: "long" }), make("span", { class: "pins" }));
+      box = make("button", { type: "button", class: "node row single", role: "treeitem", tabindex: "-1" });
+      box.append(make("span", { class: "size" }), make("span"), make("span", { class: "pill note" }));
       box.addEventListener("click", () => this.choose(node.id));
       box.addEventListener("focus", () => (this.focused = node.id));
       this.boxes.set(node.id, box);
@@ -159,15 +160,18 @@ export class TreeView {
     box.style.setProperty("--warmth", warmth.toFixed(2));
     box.classList.toggle("pinned", node.pins > 0);
     box.classList.toggle("kept", node.held_seconds > 0);
-    box.classList.toggle("bare", width < 58 || height < 16);
-    box.classList.toggle("slim", width < 96);
-    box.classList.toggle("high", height > 84 && width > 90);
+    const high = height > 84 && width > 90;
+    const [size, length, pins] = box.children;
+    box.classList.toggle("high", high);
+    size.hidden = width < 58 || height < 16;
+    length.hidden = !high;
+    pins.hidden = size.hidden || width < 96 || !node.pins;
     box.setAttribute("aria-level", node.depth + 1);
     box.setAttribute("aria-label", this.words(node));
     box.title = this.words(node);
-    setText(box.children[0], bytes(node.nbytes));
-    setText(box.children[1], many(node.end - node.start, "token"));
-    setText(box.children[2], node.pins ? `${node.pins}×` : "");
+    setText(size, bytes(node.nbytes));
+    setText(length, many(node.end - node.start, "token"));
+    setText(pins, node.pins ? `${node.pins}×` : "");
   }
 
   words(node) {
@@ -187,7 +191,6 @@ export class TreeView {
     for (const [id, box] of this.boxes) {
       const on = id === this.chosen && Boolean(node);
       box.setAttribute("aria-selected", on);
-      box.classList.toggle("chosen", on);
     }
     this.leaf.hidden = !node;
     if (!node) return;
@@ -199,16 +202,16 @@ export class TreeView {
       ["Last used", node.idle_seconds < 1 ? "just now" : `${duration(node.idle_seconds)} ago`],
     ];
     if (node.held_seconds > 0) facts.push(["Kept for", duration(node.held_seconds)]);
-    const list = make("dl", {});
-    for (const [name, value] of facts) list.append(make("div", {}, make("dt", {}, name), make("dd", {}, value)));
+    const list = make("dl", { class: "row wide" });
+    for (const [name, value] of facts) list.append(make("div", {}, make("dt", { class: "note" }, name), make("dd", {}, value)));
     const show = make("button", { type: "button", class: "ghost" }, "Show its first words");
     show.addEventListener("click", () => this.read(node.id));
-    this.leaf.replaceChildren(list, this.text === null ? show : make("blockquote", {}, this.text));
+    this.leaf.replaceChildren(list, this.text === null ? show : make("blockquote", { class: "verbatim" }, this.text));
   }
 
   async read(id) {
     try {
-      const { nodes } = await ask("v1/cache/tree?text=1");
+      const { nodes } = await ask(`v1/cache/tree?text=1&model=${encodeURIComponent(this.model)}`);
       this.text = nodes.find((node) => node.id === id)?.text ?? "It is gone.";
     } catch (error) {
       this.text = error.message;

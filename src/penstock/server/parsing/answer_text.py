@@ -16,7 +16,8 @@ import regex
 from penstock.server.parsing.events import BrokenCall
 
 MOST_REREAD = 1_000_000
-"""Characters that may be reread; beyond, a broken call is text up to its end."""
+"""Maximum number of characters reread after broken calls; beyond it, broken calls become text
+without being searched for further calls."""
 
 T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]
@@ -27,7 +28,7 @@ Match: TypeAlias = regex.Match[str]
 
 
 class AnswerText:
-    """Text received so far, and the position up to which it is read."""
+    """Buffer of received text, and the position up to which it has been read."""
 
     def __init__(self) -> None:
         self.text = ""

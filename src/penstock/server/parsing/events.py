@@ -10,7 +10,7 @@ from penstock.errors import PenstockError
 
 
 class BrokenCall(PenstockError):
-    """Raised when text cannot continue the call that has begun."""
+    """Raised when the text after the start of a call is not a valid call."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,7 +160,7 @@ def _scalar(text: str) -> str:
     ('1e-7', 'null', '"Rome"')
     """
     bare = text.strip()
-    if bare == "None":  # templates write null as Jinja does
+    if bare == "None":  # Jinja templates write null as None
         return "null"
     try:
         value = json.loads(bare)

@@ -11,9 +11,9 @@ GRANITE = TaggedJson(
     shape=json_shape("<|tool_call|>[", "]"),
 )
 RESPONSE = ReasoningMarks("<think>", "</think>", ("<response>", "</response>"))
-"""Granite 3.3, which also puts marks around the answer."""
+"""Marks of Granite 3.3, which also puts marks around the answer."""
 WORDED = ReasoningMarks("Here is my thought process:", "Here is my response:")
-"""Granite 3.2, whose marks are words."""
+"""Marks of Granite 3.2, which are plain sentences."""
 
 
 def _shown(template: str) -> bool:

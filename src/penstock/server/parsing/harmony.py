@@ -94,7 +94,7 @@ def _read_header(header: str, tools: Tools) -> Head | None:
 
 
 def _words(header: str) -> list[str]:
-    """Return the words of a header, which has no channel, without its role.
+    """Split a header, whose channel was removed, into words without its role.
 
     >>> _words("<|start|>assistant to=functions.f<|constrain|> json")
     ['to=functions.f', '<|constrain|>json']

@@ -74,7 +74,7 @@ def python_value(text: str) -> Any:
 def _parsed(text: str) -> ast.expr:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an escape that Python does not have stays as it is
+            warnings.simplefilter("ignore")  # about unknown escapes, which are kept unchanged
             return ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise BrokenCall("no expression of Python's") from error

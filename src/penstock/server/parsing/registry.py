@@ -9,7 +9,7 @@ from penstock.server.parsing.parser import CallFormat
 
 
 def never(template: str) -> bool:
-    """Return False: for formats selected by name or detected by mlx-lm."""
+    """Return False, for formats that are selected by name or detected by mlx-lm."""
     return False
 
 

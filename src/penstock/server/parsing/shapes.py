@@ -19,7 +19,7 @@ class ParameterTags(NamedTuple):
     as_json: str
     """Text before a JSON value; `TYPE` stands for its JSON type."""
     end: str
-    """Text that ends a value, and occurs in none."""
+    """Text that ends a value and occurs in no value."""
     gap: str = ""
     """Optional text before the end."""
     after: str = ""

@@ -43,7 +43,7 @@ class ToolPlan(NamedTuple):
         mode = inner.get("mode") if isinstance(inner, dict) else None
         if mode not in MODES:
             raise BadRequest(
-                "tool_choice: allowed_tools has a mode, auto or required, and tools",
+                "tool_choice: allowed_tools must have a mode, auto or required, and tools",
                 param="tool_choice",
                 code="unsupported_value",
             )

@@ -66,7 +66,7 @@ def demanded(
     if tool_choice == "required":
         return call_grammar(form, tools, inputs=inputs)
     if isinstance(tool_choice, dict) and tool_choice.get("type") == "function":
-        function = tool_choice.get("function", tool_choice)  # of responses: without the layer
+        function = tool_choice.get("function", tool_choice)  # /v1/responses has no inner object
         name = function.get("name") if isinstance(function, dict) else None
         if isinstance(name, str):
             return call_grammar(form, tools, name, inputs)
@@ -90,7 +90,7 @@ def call_grammar(
         what = "no tool" if name is None else f"no tool named {name[:80]!r}"
         raise BadRequest(f"tool_choice: {what} is offered", param="tool_choice")
     if (shape := form.shape) is None:
-        raise _refused(form, "cannot be held to a call")
+        raise _refused(form, "cannot be constrained by a grammar")
     named = [function for function in candidates if re.fullmatch(shape.names, function["name"])]
     if not named:
         unnamed = candidates[0]["name"]

@@ -32,7 +32,7 @@ _FOLLOWED = frozenset(
         *("$defs", "definitions", "anyOf", "oneOf", "$ref"),
     }
 )
-"""Schema keys enforced, or without constraints on values."""
+"""Schema keys that are enforced, or that do not constrain values."""
 
 
 @dataclass(slots=True)

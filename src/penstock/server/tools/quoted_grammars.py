@@ -93,22 +93,22 @@ def _quoted_part(match: re.Match[str]) -> str:
     if match["string"] is not None:
         text = _string(match["string"])
         if match["case"] and set(ESCAPED) & set(text):
-            raise SettingError(f"{match[0]} cannot be followed inside a JSON string")
+            raise SettingError(f"{match[0]} is not supported inside a JSON string")
         return f"{json.dumps(_escaped(text), ensure_ascii=False)}{match['case']}"
     if match["regex"] is not None:
         flags = match["flags"]
         if "x" in flags:
-            raise SettingError("a regular expression with the flag x cannot be followed")
+            raise SettingError("a regular expression with the flag x is not supported")
         return f"/{quoted_regex(match['regex'][1:-1], dot_all='s' in flags)}/{flags}"
     if match["range"] is not None:
         first, last = (_string(text) for text in re.findall(_STRING, match["range"]))
         if len(first) != 1 or len(last) != 1:
-            raise SettingError(f"{match[0]} is no range of characters")
+            raise SettingError(f"{match[0]} is not a range of characters")
         return f"/{quoted_regex(f'[{_character(first)}-{_character(last)}]')}/"
     if match["alias_of_rule"] or match["rule"]:
         return ""
     if match["other"] is not None:
-        raise SettingError(f"{match['other']} cannot be followed inside a JSON string")
+        raise SettingError(f"{match['other']} is not supported inside a JSON string")
     return match[0]
 
 
@@ -118,7 +118,7 @@ def _terminal(name: str) -> str:
 
 def _common(name: str) -> str:
     if name not in COMMON:
-        raise SettingError(f"%import common.{name} cannot be followed inside a JSON string")
+        raise SettingError(f"%import common.{name} is not supported inside a JSON string")
     return COMMON[name]
 
 
@@ -153,7 +153,7 @@ def _escape(pattern: str, position: int) -> str:
     match = _ESCAPE.match(pattern, position)
     if match is None or match[0][1] in _ASSERTIONS:
         escape = pattern[position : position + 2]
-        raise SettingError(f"{escape} cannot be followed inside a JSON string")
+        raise SettingError(f"{escape} is not supported inside a JSON string")
     return match[0]
 
 
@@ -161,10 +161,10 @@ def _group(pattern: str, position: int, dots: list[bool]) -> str:
     """Return the opening of a group, and record in `dots` whether dots match line ends."""
     match = _GROUP.match(pattern, position)
     if match is None or (match[0] == "(" and pattern[position + 1 : position + 2] == "?"):
-        raise SettingError("a regular expression that looks around cannot be followed")
+        raise SettingError("a regular expression with lookaround is not supported")
     on, off = match["on"] or "", match["off"] or ""
     if "x" in on:
-        raise SettingError("a regular expression with the flag x cannot be followed")
+        raise SettingError("a regular expression with the flag x is not supported")
     all_of = (dots[-1] or "s" in on) and "s" not in off
     if match["end"] == ")":
         dots[-1] = all_of
@@ -182,7 +182,7 @@ def _class_end(pattern: str, position: int) -> int:
         elif pattern[position] == "[":
             depth += 1
             position += pattern[position + 1 : position + 2] == "^"
-            # As the first character it stands for itself.
+            # A bracket as the first character is literal.
             position += pattern[position + 1 : position + 2] == "]"
         elif pattern[position] == "]":
             depth -= 1
@@ -209,7 +209,7 @@ def _matched(part: str) -> str:
     try:
         pattern = re.compile(re.sub(r"\\[xu]\{([0-9A-Fa-f]+)\}", _code, part))
     except re.error as error:
-        raise SettingError(f"{part[:40]} cannot be followed inside a JSON string") from error
+        raise SettingError(f"{part[:40]} is not supported inside a JSON string") from error
     return "".join(character for character in ESCAPED if pattern.fullmatch(character))
 
 
@@ -229,5 +229,5 @@ def _string(literal: str) -> str:
     try:
         text = json.loads(literal)
     except ValueError as error:
-        raise SettingError(f"{literal[:40]} is no string") from error
+        raise SettingError(f"{literal[:40]} is not a string") from error
     return str(text)

@@ -1,11 +1,11 @@
-"""Export of blocks from a folder to one tar file, and import; block files are unchanged.
+"""Export of a folder's blocks to a tar file, and import; block files are copied unchanged.
 
     export   index -> file, checked -> tar -> sync
     import   tar -> headers, parents first -> file, checked -> written by the store
 
 A tar file may come from an attacker. Only the name, type and size of members are used, and nothing
-is unpacked: a member is a valid block or is refused. It cannot be checked that the numbers
-are those the model computes from the tokens, so a tar file is only as trustworthy as its source.
+is unpacked: a member is refused unless it is a valid block. Whether its KV is what the model
+computes from its tokens cannot be verified, so a tar file is only as trustworthy as its source.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from penstock.tiers.record import MOST_DEPTH, MOST_HEAD_BYTES, Damaged, header
 
 NAME = re.compile(r"[0-9a-f]{32}" + re.escape(SUFFIX))
 MOST_BLOCK_BYTES = 1 << 30
-"""Maximum size of a file in a tar file, in bytes: 1,024 tokens of 1 MB."""
+"""Maximum size of a member of a tar file, in bytes: 1,024 tokens of 1 MB."""
 _NOTES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
 """Types of members with attributes of other members, which are ignored."""
 _MOST_SECONDS = 8**11 - 1
@@ -120,7 +120,9 @@ def import_blocks(
         done = Imported()
         members = sorted(_members(tar, done), key=lambda member: member.depth)
         if not members:
-            raise CacheFileError(f"{file.name} is no session: {done.broken or 'it has no blocks'}")
+            raise CacheFileError(
+                f"{file.name} is not a session file: {done.broken or 'it has no blocks'}"
+            )
         if others := {member.fingerprint for member in members} - {fingerprint}:
             raise SettingError(
                 f"{file.name} is of another model, or of this one with other settings: its "
@@ -183,7 +185,7 @@ def _members(tar: BinaryIO, done: Imported) -> Iterator[_Member]:
         first = offset + tarfile.BLOCKSIZE
         if not 0 <= info.size <= end - first:
             done.broken = (
-                f"at byte {offset:,}: a file of {counted(info.size, 'byte')} does not end in it"
+                f"at byte {offset:,}: a member of {counted(info.size, 'byte')} is truncated"
             )
             return
         member = _member(tar, info, first, done)

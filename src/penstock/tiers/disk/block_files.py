@@ -27,7 +27,7 @@ def block_path(blocks: str, key: bytes) -> str:
 
 @contextmanager
 def opened(path: Path | str) -> Iterator[int]:
-    """Open a file for reading; Damaged if it is not a regular file."""
+    """Open a file for reading, in a `with` block; raises Damaged if it is not a regular file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except NotADirectoryError as error:
@@ -38,7 +38,7 @@ def opened(path: Path | str) -> Iterator[int]:
         raise
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise Damaged("it is no file")
+            raise Damaged("it is not a regular file")
         yield descriptor
     finally:
         os.close(descriptor)

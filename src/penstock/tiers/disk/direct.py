@@ -20,7 +20,7 @@ ALIGNED_BYTES = 4_096
 
 
 class Writer:
-    """Writer of new, synced files, through one reused buffer. Not thread-safe."""
+    """Writes new files and syncs them, through one reused buffer. Not thread-safe."""
 
     def __init__(self) -> None:
         self._direct = bool(DIRECT)

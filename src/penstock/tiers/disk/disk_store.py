@@ -1,10 +1,10 @@
-"""Store of blocks in a folder, checked when read, within a limit shared by all processes.
+"""Store of blocks in a folder, verified when read, within a limit shared by all processes.
 
-    write   claim in the index (room is made) -> file aside -> sync -> rename -> written
+    write   claim in the index (makes room) -> temporary file -> sync -> rename -> written
     read    index -> file -> into the buffers -> hash check, or a counted miss
 
-A damaged record is a miss, and is removed. A failure of the folder itself is an
-`OSError`, on which the store's worker switches the tier off.
+A damaged record is a miss, and is removed. An error of the folder itself is an `OSError`, after
+which the worker switches the tier off.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ BLOCKS_NAME = "blocks"
 ASIDE_NAME = "aside"
 LOCK_NAME = "lock"
 FLOOR_BYTES = 1_000_000_000
-"""Bytes of the disk always left free."""
+"""Minimum bytes of free disk space to leave."""
 READ_SECONDS = 10.0
 """Maximum seconds that `close` waits for reads."""
 LOCK_LOOK_SECONDS = 0.02
@@ -89,10 +89,10 @@ class SSDStore(Store):
     Args:
         folder: folder of the blocks; created if missing, accessible only to its owner.
         limit_bytes: limit for all files in the folder, including unfinished ones and the index.
-        fingerprint: identity of everything except tokens that KV depends on.
-        floor_bytes: bytes of the disk to leave free.
+        fingerprint: identifies everything besides the tokens that KV depends on.
+        floor_bytes: bytes of disk space to leave free.
         budget_bytes: bytes that all processes may write per day; None means no limit.
-        spans: numbers of blocks that form a record together.
+        spans: numbers of blocks that are stored in one record.
 
     Raises:
         OSError: the folder cannot be created or written to.
@@ -192,7 +192,7 @@ class SSDStore(Store):
         return written
 
     def take(self, record: Record, raw: bytes, fingerprint: str) -> Written:
-        """Write a checked block file of any model, unchanged, unless present; see `write`."""
+        """Write a verified block file of any model, unchanged, unless present; see `write`."""
         if self.index.get(record.key) is not None:
             self.counts.known_blocks += 1
             return "known"
@@ -242,7 +242,7 @@ class SSDStore(Store):
     def prepare(
         self, block_hashes: Sequence[bytes], known: int = 0, *, resumable: bool = False
     ) -> int:
-        """Return the number of first blocks of a chain that can be read, and count their use."""
+        """Return the number of a chain's leading blocks that can be read, and count their use."""
         count = self.held(block_hashes, resumable=resumable)
         ends = [*self.spans.ends(count), count] if count else []
         self._used += [block_hashes[end - 1] for end in dict.fromkeys(ends)]
@@ -386,7 +386,7 @@ class SSDStore(Store):
         except (IsADirectoryError, PermissionError):
             if not path.is_dir():
                 raise
-            shutil.rmtree(path)  # a folder in place of a block file
+            shutil.rmtree(path)  # a folder with the name of a block file
         except NotADirectoryError:
             return
 
@@ -417,7 +417,7 @@ class SSDStore(Store):
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Hold the lock on opening the index, waiting up to `BUSY_SECONDS` for other processes."""
+    """Hold the lock for opening the index; waits up to `BUSY_SECONDS` for other processes."""
     until = time.monotonic() + BUSY_SECONDS
     with os.fdopen(os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)) as file:
         while True:

@@ -1,7 +1,7 @@
-"""Access to a folder of blocks for tools: all models, not created, possibly in use by servers.
+"""Access for tools to an existing folder of blocks of all models, which servers may be using.
 
-Changes are split into short transactions, so that a server that shares the folder does not wait
-longer than for another server.
+Changes are split into short transactions, so that servers that use the folder do not wait longer
+than for each other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.tiers.record import FORMAT
 FORMATS = "penstock-block-"
 """Common prefix of the folder names of all format versions."""
 SHOWN_CHARACTERS = 12
-"""Number of characters shown of hashes and fingerprints."""
+"""Number of leading characters shown of hashes and fingerprints."""
 Progress: TypeAlias = Callable[[int], None]
 """Callback that receives the number of bytes processed since the last call."""
 
@@ -118,17 +118,19 @@ class Folder:
         return [entry for entry in entries if fingerprint in (None, entry.fingerprint)]
 
     def model(self, prefix: str) -> str:
-        """Return the fingerprint that begins with `prefix`; SettingError unless there is one."""
+        """Return the fingerprint that starts with `prefix`; raises SettingError unless unique."""
         if not prefix:
             raise SettingError("--model needs the beginning of a fingerprint; ls shows them")
         known = {entry.fingerprint for entry in self.index.entries()}
         matches = sorted(fingerprint for fingerprint in known if fingerprint.startswith(prefix))
         if not matches:
             names = ", ".join(map(shown, sorted(known))) or "none"
-            raise SettingError(f"--model {prefix}: no fingerprint begins so; there are: {names}")
+            raise SettingError(
+                f"--model {prefix}: no fingerprint starts with it; there are: {names}"
+            )
         if len(matches) > 1:
             names = ", ".join(shown(fingerprint, 2 * SHOWN_CHARACTERS) for fingerprint in matches)
-            raise SettingError(f"--model {prefix}: more than one model begins so: {names}")
+            raise SettingError(f"--model {prefix}: several fingerprints start with it: {names}")
         return matches[0]
 
     def usage(self) -> FolderUsage:
@@ -169,7 +171,7 @@ class Folder:
         return Freed(blocks, nbytes, self.index.nbytes)
 
     def clear(self, progress: Progress, fingerprint: str | None = None) -> Freed:
-        """Remove all blocks, or one model's, except those being written; ends of chains first."""
+        """Remove all blocks, or one model's, except those being written; deepest blocks first."""
         blocks = nbytes = 0
         block_hashes = [
             entry.key

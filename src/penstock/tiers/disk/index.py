@@ -1,8 +1,8 @@
-"""The index of a folder of blocks, with their sizes and order of eviction.
+"""Index of a folder of blocks, with their sizes and eviction order.
 
-SQLite in WAL mode, shared by all processes that use the folder. Each change is one transaction: the
-sum of all bytes, including those of unfinished files, never exceeds the limit.
-Recency is counted in uses, not in seconds, so clock changes do not matter.
+SQLite in WAL mode, shared by all processes that use the folder. Each change is one transaction, so
+the sum of all bytes, including those of unfinished files, never exceeds the limit. Recency is
+measured in uses, not in seconds, so clock changes do not matter.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import psutil
 BUSY_SECONDS = 5.0
 """Seconds that a transaction waits for the lock of another process."""
 WORTH_OF_A_HIT = 256.0
-"""Number of uses by which a block's worth rises when its hits double."""
+"""Increase of a block's value, in uses, when its hits double."""
 KEYS_AT_ONCE = 500
 PAGE_ENTRIES = 256
 Unlink: TypeAlias = Callable[[bytes], None]
-"""Function that removes a block's file if it exists."""
+"""Callback that removes a block's file if it exists."""
 Claim: TypeAlias = Literal["claimed", "known", "full", "orphan", "budget"]
-"""Answer to a request to write a block. claimed: write it now. known: it is present or being
-written. full: it does not fit. orphan: its parent is missing, so it could not be read. budget:
-the daily write limit is used up."""
+"""Result of a request to write a block. claimed: write it now. known: it is present or being
+written. full: it does not fit. orphan: its parent is missing, so it could not be restored. budget:
+the daily write limit is exhausted."""
 DAY_SECONDS = 86_400
 REMEMBERED_DAYS = 30
 _SCHEMA = """
@@ -77,11 +77,11 @@ SELECT key, nbytes FROM blocks WHERE owner IS NULL AND key != ?
 _FORGET_DAYS = """
 DELETE FROM days WHERE day NOT IN (SELECT day FROM days ORDER BY abs(day - ?) LIMIT ?)
 """
-"""Statement that keeps the nearest days, so that a clock that jumps and returns loses nothing."""
+"""Statement that keeps the days nearest to today, so that a temporary clock jump loses nothing."""
 
 
 class _Full(Exception):
-    """Raised if there is no room even after evicting all other blocks."""
+    """Raised if a block does not fit even after evicting all other blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Entry:
     nbytes: int
     hits: int
     used: int
-    """Number of the last use; uses are counted over all blocks."""
+    """Sequence number of the last use, counted over all blocks."""
     written_seconds: float
     """Seconds since 1970."""
     owner: str | None
@@ -169,7 +169,7 @@ class Index:
             after = page[-1].key
 
     def held(self, block_hashes: Sequence[bytes], fingerprint: str) -> int:
-        """Return the number of a chain's first written keys."""
+        """Return the number of a chain's leading keys that are completely written."""
         count = 0
         for start in range(0, len(block_hashes), KEYS_AT_ONCE):
             batch = block_hashes[start : start + KEYS_AT_ONCE]
@@ -181,7 +181,7 @@ class Index:
         return count
 
     def deepest(self, block_hashes: Sequence[bytes], fingerprint: str) -> int | None:
-        """Return the index of the last written key; None if none is."""
+        """Return the position of the last key that is completely written; None if there is none."""
         for start in reversed(range(0, len(block_hashes), KEYS_AT_ONCE)):
             batch = block_hashes[start : start + KEYS_AT_ONCE]
             present = self._found(batch, fingerprint)
@@ -202,7 +202,7 @@ class Index:
     def claim(
         self, entry: Entry, limit_bytes: int, unlink: Unlink, budget_bytes: int | None = None
     ) -> Claim:
-        """Add an entry for a block to write, making room; its bytes count towards its day."""
+        """Add an entry for a block to write, making room; its bytes count for the daily budget."""
         day = int(entry.written_seconds // DAY_SECONDS)
         with suppress(_Full), self._writing():
             if self._knows(entry.key):
@@ -284,7 +284,7 @@ class Index:
             return gone
 
     def shrink(self, limit_bytes: int, unlink: Unlink) -> bool:
-        """Remove the least valuable blocks down to a limit; False if unfinished ones exceed it."""
+        """Evict the least valuable blocks down to a limit; False if unfinished ones exceed it."""
         with suppress(_Full), self._writing():
             self._make_room(0, limit_bytes, unlink)
             return True
@@ -331,9 +331,8 @@ class Index:
             self._db.execute("DELETE FROM blocks WHERE key = ?", (key,))
             gone.append(key)
             over -= size
-        # Files are removed before the transaction ends: until then, no other process may count on
-        # their bytes. A process killed in between leaves entries without a file, which the next
-        # read detects.
+        # Files are removed before the transaction ends, when other processes may use their bytes. A
+        # process killed in between leaves entries without a file, which the next read detects.
         for key in gone:
             unlink(key)
 

@@ -26,7 +26,7 @@ from penstock.tiers.record import (
 )
 
 UNBOUNDED_BYTES = 1 << 60
-"""Limit in bytes never reached."""
+"""Limit in bytes that is never reached."""
 NO_MODEL = ""
 """Fingerprint of a store opened for all models."""
 FINGERPRINT_CHARACTERS = 256
@@ -34,7 +34,7 @@ FINGERPRINT_CHARACTERS = 256
 
 Kind: TypeAlias = Literal["damaged", "missing", "unknown", "left over"]
 """Kind of fault: a block that differs from the one written; a block without a file; a file that
-the index lacks; a file left by a dead writer."""
+is not in the index; a file left behind by a dead writer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,11 @@ class Checked:
 
 
 def check_block(raw: bytes) -> Checked:
-    """Decode a block file from an untrusted source; Damaged if invalid.
+    """Decode a block file from an untrusted source; raises Damaged if it is invalid.
 
     In addition to the checks of `decode`, the key must be the hash of parent and tokens, or of the
-    parent's checkpoint, and header fields must be in range. Nothing can check that the arrays are
-    those the model computes from the tokens.
+    parent's checkpoint, and header fields must be in range. It cannot be verified that the arrays
+    are what the model computes from the tokens.
     """
     try:
         record, fingerprint = decode(raw), header(raw)["fingerprint"]
@@ -90,8 +90,8 @@ def check_block(raw: bytes) -> Checked:
 def verify(folder: Folder, *, repair: bool, progress: Progress) -> IntegrityReport:
     """Check every block, and compare index and files; the folder may be in use.
 
-    With `repair`, damaged, missing and superfluous entries are removed, valid blocks that the index
-    lacks are indexed, and other files among the blocks are removed.
+    With `repair`, entries of damaged, missing and left-over files are removed, valid blocks missing
+    in the index are added, and other files among the blocks are removed.
     """
     verdict = IntegrityReport(repaired=repair)
     for page in folder.index.pages():
@@ -164,7 +164,7 @@ def _fault(folder: Folder, entry: Entry) -> Fault | None:
 
 
 def _check_file(folder: Folder, path: Path, verdict: IntegrityReport) -> None:
-    """Report a file that the index lacks; a repair keeps the file only if it is valid."""
+    """Report a file that is not in the index; a repair removes it unless it is a valid block."""
     name = path.name.removesuffix(SUFFIX)
     try:
         key = bytes.fromhex(name)
@@ -172,7 +172,7 @@ def _check_file(folder: Folder, path: Path, verdict: IntegrityReport) -> None:
         key = b""
     is_named = path == folder.file(key)
     if is_named and (folder.index.get(key) is not None or not path.is_file()):
-        return  # or it was removed since listing
+        return  # indexed, or removed since listing
     if is_named and folder.index.get(key) is not None:
         return  # it was written since
     try:

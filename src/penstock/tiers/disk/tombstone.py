@@ -1,7 +1,7 @@
-"""Pending deletions, remembered across restarts of the process.
+"""Pending deletions, recorded across restarts of the process.
 
-A small file records whose blocks to remove. It is in the folder of the blocks, or next to it
-if the folder is not writable. A tier that finds such a file clears the folder first.
+A small file records whether to remove one model's blocks or all. It is in the folder of the blocks,
+or next to it if the folder is not writable. A tier that finds it first clears the folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Tombstone:
         self.places = (folder / FORMAT / name, folder.with_name(f".{folder.name}-{name}"))
 
     def place(self, *, all_models: bool) -> None:
-        """Record a deletion; OSError if neither path is writable."""
+        """Record a deletion; raises OSError if neither path is writable."""
         inside, beside = self.places
         words = ALL if all_models else OWN
         try:
@@ -34,7 +34,7 @@ class Tombstone:
             beside.write_text(words)
 
     def read(self) -> bool | None:
-        """Return whether to remove all models' blocks or only this model's; None if nothing."""
+        """Return True to remove all models' blocks, False for only this model's, None for none."""
         words = []
         for path in self.places:
             with suppress(OSError, UnicodeDecodeError):

@@ -1,0 +1,32 @@
+"""Configuration of a server's logs and traces."""
+
+from __future__ import annotations
+
+import logging
+
+from penstock.config import ServerSettings
+
+UNHEARD = ("uvicorn.error", "transformers.tokenization_utils_base")
+
+
+def set_up_logs(settings: ServerSettings) -> None:
+    """Log to standard error, as text or as JSON lines.
+
+    Raises:
+        SettingError: traces are enabled, but OpenTelemetry is not installed.
+    """
+    if settings.otlp_traces_endpoint is not None:
+        from penstock.server.tracing import request_tracer
+
+        request_tracer(settings, "")
+    handler = logging.StreamHandler()
+    if settings.log_format == "json":
+        from penstock.server.log_lines import REQUESTS, JSONLines
+
+        handler.setFormatter(JSONLines())
+        REQUESTS.setLevel(logging.INFO)
+    else:
+        handler.setLevel(logging.WARNING)  # StartProgress prints INFO records
+    logging.basicConfig(format="penstock: %(message)s", handlers=[handler])
+    for name in UNHEARD:
+        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)

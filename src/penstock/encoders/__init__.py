@@ -1,0 +1,1 @@
+"""Encoders of the BERT family: sentence embedders and rerankers, and their batching engine."""

@@ -1,0 +1,40 @@
+"""Folders that a model's multi-token head (MTP) comes from; no arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.config import MTP
+from penstock.memory.heads import HEADED_TYPES, SPLIT_TYPES
+from penstock.memory.reading import has_head
+from penstock.models.recommended import source_of
+from penstock.models.source import find_file, read_object
+
+
+def head_of(settings: Mapping[str, Any]) -> str | None:
+    """Return the `draft_model` of an engine's settings if it is a multi-token head, else None."""
+    draft = settings.get("draft_model")
+    is_head = isinstance(draft, str | Path) and (str(draft) == MTP or is_split_head(draft))
+    return str(draft) if is_head else None
+
+
+def is_split_head(source: str | Path) -> bool:
+    """Return whether a folder, or a downloaded name, has a multi-token head alone."""
+    config = read_object(source_of(str(source)), "config.json")
+    return config.get("model_type") in SPLIT_TYPES
+
+
+def head_folder(head: str | Path, model_folder: Path) -> Path:
+    """Return the folder with the weights of a head; `MTP` stands for that of its model."""
+    if str(head) == MTP:
+        return model_folder
+    config = find_file(source_of(str(head)), "config.json")
+    return Path(head).expanduser() if config is None else config.parent
+
+
+def ships_head(source: str, model_type: object) -> bool:
+    """Return whether a model's folder, or its copy in the hub's cache, has a head that is read."""
+    config = find_file(source_of(source), "config.json")
+    return config is not None and model_type in HEADED_TYPES and has_head(config.parent)

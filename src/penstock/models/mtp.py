@@ -1,0 +1,156 @@
+"""Multi-token heads (MTP) that checkpoints ship: a layer that predicts one token further.
+
+    hidden state at n-1 ─┐
+                         ├─> norms, one matrix, a decoder layer ──> hidden state ──> token n+1
+    token n ─────────────┘
+
+A model class with a head has one more cache: the head's keys and values, and as its state the
+hidden state of the last token. Each pass of the model also writes the head's keys and values, so
+all that keeps, shares and counts KV and recurrent states covers the head. In training position 0
+has no token; here it has the first one, with a hidden state of zeros.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from penstock.memory.heads import PREFIX, is_of_head
+
+_EXPERT = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(.+)")
+_GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+"""Suffixes of weights of all experts together."""
+
+
+class MultiTokenHead(nn.Module):
+    """Head of the Qwen3.5 and Qwen3-Next families, on the layers of a text model."""
+
+    def __init__(self, text: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        args = text.args
+        width, eps = args.hidden_size, args.rms_norm_eps
+        self.fc = nn.Linear(2 * width, width, bias=False)
+        self.pre_fc_norm_embedding = nn.RMSNorm(width, eps=eps)
+        self.pre_fc_norm_hidden = nn.RMSNorm(width, eps=eps)
+        attends = args.full_attention_interval - 1  # number of the first layer that does
+        self.layers = [type(text.model.layers[0])(args, attends)]
+        self.norm = nn.RMSNorm(width, eps=eps)
+
+    def __call__(self, embedded: mx.array, hidden: mx.array, kv: Any) -> mx.array:
+        """Return the head's hidden states, (b, n, width).
+
+        Args:
+            embedded: embeddings of tokens.
+            hidden: normed hidden states of the tokens before them.
+            kv: cache of the head's keys and values.
+        """
+        parts = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)]
+        x = self.fc(mx.concatenate(parts, axis=-1))
+        mask = kv.make_mask(x.shape[1], return_array=False, window_size=None)
+        for layer in self.layers:
+            x = layer(x, mask, kv)
+        normed: mx.array = self.norm(x)
+        return normed
+
+
+def with_head(
+    model_class: type[Any],
+    make_cache: Callable[[], Any],
+    split: Mapping[str, mx.array] | None = None,
+) -> type[nn.Module]:
+    """Return a subclass of mlx-lm's model class that keeps the head of its checkpoint.
+
+    Args:
+        model_class: class of a type in `memory.heads.HEADED_TYPES`.
+        make_cache: makes mlx-lm's cache of the head: keys and values, and one state.
+        split: weights of a head from a folder of its own; None for those of the checkpoint.
+    """
+
+    class HeadedModel(model_class):  # type: ignore[misc]
+        def __init__(self, args: Any) -> None:
+            super().__init__(args)
+            self.mtp = MultiTokenHead(_text(self))
+
+        def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+            text = _text(self)
+            if cache is None:
+                return _logits(text, text.model(inputs))
+            *caches, (kv, state) = cache
+            hidden = text.model(inputs, caches)
+            before = state[0]
+            if before is None:
+                before = mx.zeros_like(hidden[:, :1])
+            if state.lengths is None:
+                state[0] = hidden[:, -1:]
+            else:
+                state[0] = mx.take_along_axis(hidden, (state.lengths - 1)[:, None, None], axis=1)
+            # Of the head only keys and values are kept; the rest is never evaluated.
+            previous = mx.concatenate([before, hidden[:, :-1]], axis=1)
+            self.mtp(text.model.embed_tokens(inputs), previous, kv)
+            return _logits(text, hidden)
+
+        def predict(self, tokens: mx.array, hidden: mx.array, kv: Any) -> tuple[mx.array, mx.array]:
+            """Return the head's logits and its hidden states behind tokens, (b, n, ...)."""
+            text = _text(self)
+            hidden = self.mtp(text.model.embed_tokens(tokens), hidden, kv)
+            return _logits(text, hidden), hidden
+
+        def make_cache(self) -> list[Any]:
+            return [*super().make_cache(), make_cache()]
+
+        def sanitize(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+            rest = {name: weight for name, weight in weights.items() if not is_of_head(name)}
+            raw = any("conv1d.weight" in name and w.shape[-1] != 1 for name, w in rest.items())
+            head = {name: weight for name, weight in weights.items() if name not in rest}
+            head = head_weights(head, raw=raw) if split is None else dict(split)
+            return {**super().sanitize(rest), **head}
+
+    return HeadedModel
+
+
+def head_weights(weights: Mapping[str, mx.array], *, raw: bool) -> dict[str, mx.array]:
+    """Return the weights of a head under the names of `HeadedModel`.
+
+    Args:
+        weights: weights of a checkpoint, whose names may have a prefix.
+        raw: whether they are as trained: norms multiply by 1 + weight.
+    """
+    named: dict[str, mx.array] = {}
+    experts: dict[str, dict[int, mx.array]] = {}
+    for full_name, weight in weights.items():
+        name = full_name[full_name.index(PREFIX) :]
+        if match := _EXPERT.fullmatch(name):
+            key = f"{match[1]}.switch_mlp.{match[3]}"
+            experts.setdefault(key, {})[int(match[2])] = weight
+        elif name.endswith(_GATE_UP):
+            stem = f"{name.removesuffix(_GATE_UP)}.switch_mlp"
+            sides = mx.split(weight, 2, axis=-2)
+            named |= zip((f"{stem}.gate_proj.weight", f"{stem}.up_proj.weight"), sides, strict=True)
+        elif name.endswith(_DOWN):
+            named[f"{name.removesuffix(_DOWN)}.switch_mlp.down_proj.weight"] = weight
+        else:
+            is_norm = weight.ndim == 1 and "norm" in name
+            named[name] = weight + 1.0 if raw and is_norm else weight
+    for name, by_number in experts.items():
+        named[name] = mx.stack([by_number[number] for number in sorted(by_number)])
+    return named
+
+
+def split_weights(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Return weights of a folder with a head alone under the names of `HeadedModel`."""
+    return {name if is_of_head(name) else PREFIX + name: w for name, w in weights.items()}
+
+
+def _text(model: Any) -> Any:
+    """Return the part of a model that has the layers and the output layer."""
+    return getattr(model, "language_model", model)
+
+
+def _logits(text: Any, hidden: mx.array) -> mx.array:
+    head = text.lm_head if "lm_head" in text else text.model.embed_tokens.as_linear
+    logits: mx.array = head(hidden)
+    return logits

@@ -1,0 +1,350 @@
+"""Compiled choice and attention of a prompt's groups of positions; see `chunk_choice`.
+
+All queries of a group, of all heads that share keys, read the same blocks. So these are copied, a
+tile of tokens at a time, and multiplied with 16 queries at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.attention.selection.choice_blocks import BLOCK_TOKENS, FIRST_BLOCKS
+from penstock.attention.selection.rotations import Rotation
+from penstock.config.defaults import ATTEND_GROUP_TOKENS
+from penstock.kv.numpy_arrays import Floats, Integers
+from penstock.plugins.cpu.attending_loops import PLACES, list_loop
+from penstock.plugins.cpu.attention_tiles import (
+    FLOAT_BYTES,
+    HALF_BYTES,
+    LANES,
+    UNSEEN,
+    widen_function,
+)
+from penstock.plugins.cpu.center_loops import center_loop
+from penstock.plugins.cpu.choice_loops import SpanTable
+from penstock.plugins.cpu.choosing_loops import choose_loop
+from penstock.plugins.cpu.compiled import pointer
+from penstock.plugins.cpu.group_tiles import (
+    MIXED,
+    TOKENS_TOGETHER,
+    TOP,
+    TOTAL,
+    mix_function,
+    score_function,
+    state_vectors,
+    weigh_function,
+)
+
+TILE_TOKENS = 3 * BLOCK_TOKENS
+"""Tokens whose keys and values are in the processor's first cache at a time."""
+TASKS_OF_THREAD = 3
+"""Fewest tasks of a thread, so that none waits long for the other."""
+GroupTask: TypeAlias = tuple[int, slice]
+"""Index of a KV head, and indices of groups."""
+GROUP_VECTORS = ATTEND_GROUP_TOKENS // LANES
+
+
+@dataclass(frozen=True, slots=True)
+class GroupQueries:
+    """Queries of the groups of a chunk, on the host."""
+
+    queries: Floats
+    """Queries of the model, (n, heads, key_dim), scaled so that e^score is a weight."""
+    first: int
+    """Position of the first query."""
+    groups: Integers
+    """First and end of each group's queries, (groups, 2)."""
+    asking: Floats
+    """Queries that a group's choice is made for, (kv_heads, groups, m, key_dim), scaled."""
+    whole: Floats
+    """Whole numbers of these, see `KeyIndex.whole_queries`, (kv_heads, groups, m, n)."""
+    units: Floats
+    """Score of half a product with these, (kv_heads, groups, m, 1)."""
+    stops: Integers
+    """Index of each group's first block with recent tokens, (groups,)."""
+    sinks: Floats | None
+    """Attention sinks in base e, (heads,)."""
+    nbytes: int
+    """Bytes of a number of the keys and values."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLoops:
+    """Loops for keys and values of one size; all release the GIL."""
+
+    key_dim: int
+    value_dim: int
+    words: int
+    """Words of the index of a token's key."""
+    _choose: Any
+    _attend: Any
+
+    def compile(self) -> None:
+        """Compile all loops in advance: takes some seconds."""
+        tokens, words = 2 * BLOCK_TOKENS, self.words
+        sides = [np.zeros((1, tokens, dim), np.float32) for dim in (self.key_dim, self.value_dim)]
+        codes, sizes = np.zeros((1, tokens, words), np.uint32), np.zeros((1, tokens), np.float16)
+        addresses = np.zeros((1, PLACES + 1, 2), np.int64)
+        arrays: list[npt.NDArray[Any]] = [*sides, codes, sizes]
+        for place, array in enumerate(arrays):
+            addresses[0, place, 0] = array.ctypes.data
+        spans = SpanTable(np.array([0, tokens], np.int64), addresses)
+        asking = np.zeros((1, 1, 1, self.key_dim), np.float32)
+        queries = GroupQueries(
+            asking[0], tokens - 1, np.array([[0, 1]]), asking,
+            np.zeros((1, 1, 1, 16 * words), np.float32), np.ones((1, 1, 1, 1), np.float32),
+            np.array([2]), None, FLOAT_BYTES,
+        )  # fmt: skip
+        chosen = self.choose(queries, spans, 0, slice(None), 1, None)
+        mixed = np.empty((1, 1, self.value_dim), np.float32)
+        self.attend(queries, spans, 0, slice(None), chosen, mixed)
+        del arrays  # alive until here
+
+    def choose(
+        self,
+        queries: GroupQueries,
+        spans: SpanTable,
+        head: int,
+        groups: slice,
+        count: int,
+        centers: tuple[Rotation, Floats] | None,
+    ) -> Integers:
+        """Select the best blocks of some groups for a KV head; return sorted indices, (n, count).
+
+        Args:
+            queries: queries of all groups.
+            spans: locations of the indexed tokens.
+            head: index of the KV head.
+            groups: indices of the groups.
+            count: number of blocks to select.
+            centers: rotation, and the unrotated vectors of all heads, that the index leaves out.
+        """
+        stops = queries.stops[groups]
+        chosen = np.empty((len(stops), count), np.int64)
+        if centers is None:
+            centers = Rotation.none(self.key_dim), np.zeros((head + 1, self.key_dim), np.float32)
+        rotation, vectors = centers
+        tables = *rotation.channels, *rotation.turns(int(stops.max()))
+        asked = tuple(x[head, groups] for x in (queries.whole, queries.units, queries.asking))
+        where = (spans.sides, spans.starts), head, stops
+        self._choose(asked, vectors[head : head + 1], tables, *where, chosen)
+        return chosen
+
+    def attend(
+        self,
+        queries: GroupQueries,
+        spans: SpanTable,
+        head: int,
+        groups: slice,
+        chosen: Integers,
+        mixed: Floats,
+        spilled: Integers | None = None,
+    ) -> None:
+        """Attend with the queries of some groups to what they read, for a KV head.
+
+        Args:
+            queries: queries of all groups.
+            spans: spans of one dtype, the chunk's own tokens last.
+            head: index of the KV head.
+            groups: indices of the groups.
+            chosen: their blocks, see `choose`.
+            mixed: (n, heads, value_dim) float32, whose rows are written.
+            spilled: addresses of the keys and values of spilled blocks among those that each group
+                reads, in order, (n, blocks, 2); the caller keeps them alive.
+        """
+        if spilled is None:
+            spilled = np.zeros((len(chosen), 0, 2), np.int64)
+        heads = queries.queries.shape[1]
+        sinks = np.full(heads, UNSEEN, np.float32) if queries.sinks is None else queries.sinks
+        per_head = heads // len(queries.asking)
+        read, where = (chosen, queries.stops[groups], spilled), (head, per_head, queries.nbytes)
+        rows = queries.queries, queries.first, queries.groups[groups]
+        self._attend(*rows, read, (spans.sides, spans.starts), where, sinks, mixed)
+
+
+@cache
+def group_loops(key_dim: int, value_dim: int, signs: int) -> GroupLoops:
+    """Return the loops for keys and values of a size, with `signs` signs of a key in the index."""
+    words = signs // 32
+    loops = _choose_loop(words), _attend_loop(key_dim, value_dim)
+    return GroupLoops(key_dim, value_dim, words, *loops)
+
+
+def group_tasks(kv_heads: int, groups: int, threads: int) -> list[GroupTask]:
+    """Divide the groups of all KV heads into tasks of about equal work, some for each thread."""
+    parts = min(groups, -(-TASKS_OF_THREAD * threads // kv_heads))
+    cuts = [groups * part // parts for part in range(parts + 1)]
+    return [(head, slice(first, end)) for head in range(kv_heads) for first, end in pairwise(cuts)]
+
+
+@cache
+def _choose_loop(words: int) -> Any:
+    """Compile the selection of blocks for groups, one after the other."""
+    from numba import njit
+
+    choose, center, first = choose_loop(words), center_loop(), FIRST_BLOCKS
+
+    @njit(nogil=True)
+    def choose_all(asked, vectors, tables, spans, head, stops, chosen):  # type: ignore[no-untyped-def]
+        (whole, units, asking), (sides, starts) = asked, spans
+        one, other, still, table, turns = tables
+        for group in range(len(chosen)):
+            part, stop = slice(group, group + 1), stops[group]
+            beside = np.empty((1, whole.shape[1], stop - first), np.float32)
+            center(asking[part], vectors, one, other, still, table, turns, first, beside)
+            choose(whole[part], units[part], beside, sides, starts, head, stop, chosen[part])
+
+    return choose_all
+
+
+@cache
+def _take_loop(key_dim: int, value_dim: int) -> Any:
+    """Compile the copy of a block's tokens, up to `stop`, into a tile.
+
+    It returns the tile's tokens, and the span from which to search for the next block.
+    """
+    from numba import carray, njit
+
+    address_of, widen, half = pointer(), widen_function(), HALF_BYTES
+    block_tokens, row = BLOCK_TOKENS, PLACES
+
+    @njit(nogil=True)
+    def take(spans, head, block, stop, span, nbytes, elsewhere, tile, tokens):  # type: ignore[no-untyped-def]
+        (sides, starts), (keys, values, places) = spans, tile
+        token = block * block_tokens
+        end = min(token + block_tokens, stop)
+        while token < end:
+            while starts[span + 1] <= token:
+                span += 1
+            side, column = sides[span], token - starts[span]
+            run = min(end, starts[span + 1]) - token
+            key, value = side[0, 0] + head * side[0, 1], side[1, 0] + head * side[1, 1]
+            if side[row, 0] != 0:
+                key, value, column = elsewhere[0], elsewhere[1], token - block * block_tokens
+            key += column * (key_dim * nbytes)
+            value += column * (value_dim * nbytes)
+            if nbytes == half:
+                widen((key, keys[tokens:].ctypes.data, run * key_dim))
+                widen((value, values[tokens:].ctypes.data, run * value_dim))
+            else:
+                keys[tokens : tokens + run] = carray(address_of(key), (run, key_dim), np.float32)
+                held = carray(address_of(value), (run, value_dim), np.float32)
+                values[tokens : tokens + run] = held
+            for number in range(run):
+                places[tokens + number] = token + number
+            tokens, token = tokens + run, token + run
+        return tokens, span
+
+    return take
+
+
+@cache
+def _lane_loops(key_dim: int, value_dim: int) -> tuple[Any, Any]:
+    """Compile the copy of a group's queries into lanes, and of its results out of them."""
+    from numba import float32, njit
+
+    lanes, vectors = LANES, GROUP_VECTORS
+    top, of_total, of_mixed, unseen = TOP, TOTAL, MIXED, float32(UNSEEN)
+
+    @njit(nogil=True)
+    def take(queries, begin, end, head, per_head, sinks, panels, states):  # type: ignore[no-untyped-def]
+        for repeat in range(per_head):
+            sink = sinks[head * per_head + repeat]
+            for vector in range(vectors):
+                panel, state = panels[vectors * repeat + vector], states[vectors * repeat + vector]
+                for lane in range(lanes):
+                    query = queries[min(begin + lanes * vector + lane, end - 1)]
+                    for number in range(key_dim):
+                        panel[number, lane] = query[head * per_head + repeat, number]
+                state[:] = 0
+                state[top] = sink
+                state[of_total] = float32(0) if sink == unseen else float32(1)
+
+    @njit(nogil=True)
+    def give(states, begin, end, head, per_head, mixed):  # type: ignore[no-untyped-def]
+        for place in range(end - begin):
+            vector, lane = place // lanes, place % lanes
+            for repeat in range(per_head):
+                state = states[vectors * repeat + vector]
+                into = mixed[begin + place, head * per_head + repeat]
+                for number in range(value_dim):
+                    into[number] = state[of_mixed + number, lane] / state[of_total, lane]
+
+    return take, give
+
+
+@cache
+def _attend_loop(key_dim: int, value_dim: int) -> Any:
+    """Compile attention of groups to first, selected, recent and own tokens."""
+    from numba import njit
+
+    list_all, take_tokens = list_loop(), _take_loop(key_dim, value_dim)
+    take_queries, give = _lane_loops(key_dim, value_dim)
+    score, weigh, mix = score_function(key_dim), weigh_function(), mix_function(value_dim)
+    block_tokens, tile, together = BLOCK_TOKENS, TILE_TOKENS, TOKENS_TOGETHER
+    lanes, vectors, first_blocks = LANES, GROUP_VECTORS, FIRST_BLOCKS
+    width = state_vectors(value_dim)
+
+    @njit(nogil=True)
+    def attend(queries, first, groups, read, spans, where, sinks, mixed):  # type: ignore[no-untyped-def]
+        (chosen, stops, spilled), (head, per_head, nbytes) = read, where
+        panels = np.empty((per_head * vectors, key_dim, lanes), np.float32)
+        states = np.empty((per_head * vectors, width, lanes), np.float32)
+        keys = np.zeros((tile + together, key_dim), np.float32)
+        values = np.empty((tile, value_dim), np.float32)
+        weights = np.empty((tile + together, lanes), np.float32)
+        positions, places = np.empty((vectors, lanes), np.int32), np.empty(tile, np.int32)
+        nowhere = np.zeros(2, np.int64)
+        for group in range(len(groups)):
+            begin, end = groups[group]
+            stop = first + end
+            take_queries(queries, begin, end, head, per_head, sinks, panels, states)
+            for place in range(vectors * lanes):
+                positions[place // lanes, place % lanes] = first + min(begin + place, end - 1)
+            used = (end - begin + lanes - 1) // lanes
+            recent = stops[group]
+            count = first_blocks + chosen.shape[1] + (stop - 1) // block_tokens + 1 - recent
+            blocks = np.empty(count, np.int64)
+            list_all(chosen[group], recent, blocks)
+            span = tokens = 0
+            for place in range(count):
+                elsewhere = spilled[group, place] if spilled.shape[1] > 0 else nowhere
+                tokens, span = take_tokens(
+                    spans, head, blocks[place], stop, span, nbytes, elsewhere,
+                    (keys, values, places), tokens,
+                )  # fmt: skip
+                if tokens + block_tokens <= tile and place + 1 < count:
+                    continue
+                rounds = (tokens + together - 1) // together
+                for number in range(per_head * vectors):
+                    if number % vectors >= used:
+                        continue
+                    x, state = panels[number].ctypes.data, states[number].ctypes.data
+                    scores, seen = weights.ctypes.data, positions[number % vectors].ctypes.data
+                    score((x, keys.ctypes.data, scores, rounds))
+                    weigh((scores, places.ctypes.data, tokens, seen, state))
+                    mix((scores, values.ctypes.data, tokens, state))
+                tokens = 0
+            give(states, begin, end, head, per_head, mixed)
+
+    return attend
+
+
+def held_spans(spans: SpanTable, end: int, addresses: Sequence[Integers]) -> SpanTable:
+    """Return spans with a chunk's own tokens as the last one.
+
+    Args:
+        spans: locations of the tokens in front of the chunk.
+        end: position behind the chunk's last token.
+        addresses: addresses of its keys, its values, and the parts of its index.
+    """
+    sides = np.zeros((1, *spans.sides.shape[1:]), np.int64)
+    sides[0, : len(addresses)] = addresses
+    return SpanTable(np.append(spans.starts, end), np.concatenate([spans.sides, sides]))

@@ -1,0 +1,1 @@
+"""Several models under one ledger, loaded on demand and evicted when memory is short."""

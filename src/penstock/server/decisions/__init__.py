@@ -1,0 +1,1 @@
+"""Decisions: probabilities of fixed answers to questions about one state."""

@@ -1,0 +1,220 @@
+"""Answers to questions with fixed options, read from the model's token probabilities.
+
+state ──> computed once, in the tree ──> a leaf for each question ──> passes over its options
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from starlette.requests import Request as HttpRequest
+
+from penstock.engine.handle import Handle
+from penstock.engine.request import Request
+from penstock.server.access import salt_for
+from penstock.server.decisions.decision_questions import Option, OptionReading
+from penstock.server.decisions.option_tokens import OptionTokens, Tokens
+from penstock.server.disconnect import until_gone
+from penstock.server.parsing.formats import HARMONY
+from penstock.server.problems import BadRequest
+from penstock.server.prompt_memory import HOLD
+from penstock.server.prompts import Prompts
+from penstock.server.reasoning_effort import effort_switches
+from penstock.server.service import Service
+
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+
+PASSES_AT_ONCE = 64
+"""Maximum number of forward passes queued in the engine at a time."""
+TOKENS_AT_ONCE = 2**17
+"""Maximum number of their prompt tokens together; a single pass may have more."""
+
+
+class ReadQuestion(Protocol):
+    """A question's text in the prompt, and its options."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def options(self) -> tuple[Option, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionInput:
+    """Conversation and questions of one request; the keys name the fields of the body."""
+
+    messages: Messages
+    """Conversation that ends with a user message, to which each question is appended."""
+    questions: Mapping[str, ReadQuestion]
+    salt: str | None = None
+    between: str = "\n\n"
+    """Text between the last message and a question."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    readings: list[OptionReading]
+    input_tokens: int
+    """Number of tokens of the state, counted once, and of the questions."""
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    prompt: Tokens
+    """Tokens of the state, the question and the template, up to the answer."""
+    options: OptionTokens
+
+
+class Decider:
+    """Runs the passes of one request. Methods run on the event loop unless noted."""
+
+    def __init__(
+        self, service: Service, path: str, asked: DecisionInput, model: str | None
+    ) -> None:
+        self._service = service
+        self._path = path
+        self._asked = asked
+        self._adapter = service.adapter_of(model)
+        self._cached_tokens: list[int] = []
+
+    async def decide(self, http: HttpRequest) -> Decided:
+        """Compute the state, then each question after it, then the questions' options."""
+        leaves = await until_gone(http, self._service.work(self._leaves))
+        state = _common([leaf.prompt for leaf in leaves])
+        count = sum(len(leaf.prompt) for leaf in leaves) - (len(leaves) - 1) * len(state)
+        several = [leaf.prompt for leaf in leaves if len(leaf.options.stems) > 1]
+        if len(leaves) > 1:
+            await self._run(http, [self._request(leaves[0].prompt[: len(state) + 1])])
+        await self._run(http, [self._request(prompt) for prompt in several])
+        passes = [self._pass(leaf, stem) for leaf in leaves for stem in leaf.options.stems]
+        handles = iter(await self._run(http, passes))
+        readings = [
+            OptionReading.of(leaf.options.logprobs(_rows(leaf, handles))) for leaf in leaves
+        ]
+        return Decided(readings, count, min(self._cached_tokens[0], count))
+
+    # ---- the prompts
+
+    def _leaves(self) -> list[_Leaf]:
+        """Tokenize the state once, and each question after it. Worker thread."""
+        prompts, mark = self._service.prompts, f"penstock {uuid.uuid4().hex}"
+        switches = effort_switches("none", prompts)
+        *before, last = self._asked.messages
+        messages = [*before, {**last, "content": f"{last['content']}{self._asked.between}{mark}"}]
+        text = prompts.template_text(messages, **switches)
+        start, sign, rest = text.partition(mark)
+        if not sign or mark in rest:
+            raise BadRequest(
+                "the model's chat template does not write a message exactly once and unchanged"
+            )
+        state = prompts.tokens(start, "input", special=False)
+        rest += _closing(prompts, (*state, *prompts.tokens(rest, "input", special=False)))
+        known: dict[str, Tokens] = {}
+        return [
+            self._leaf(place, question, state, rest, known)
+            for place, question in self._asked.questions.items()
+        ]
+
+    def _leaf(
+        self,
+        place: str,
+        question: ReadQuestion,
+        state: Tokens,
+        rest: str,
+        known: dict[str, Tokens],
+    ) -> _Leaf:
+        prompts = self._service.prompts
+        asked = prompts.tokens(question.text + rest, place, special=False)
+        for option in question.options:
+            if option.text not in known:
+                known[option.text] = prompts.tokens(option.text, place, special=False)
+        try:
+            options = OptionTokens([known[option.text] for option in question.options], self._ends)
+        except ValueError as error:
+            raise BadRequest(f"{place}: {error}", param=place, code="invalid_value") from None
+        return _Leaf((*state, *asked), options)
+
+    @property
+    def _ends(self) -> list[int]:
+        ends, size = self._service.tokenizer.eos_token_ids, self._service.vocabulary_size
+        return [token for token in ends if token is not None and token < size]
+
+    # ---- the passes
+
+    def _request(self, prompt: Tokens, **fields: Any) -> Request:
+        return Request(
+            prompt=prompt,
+            max_tokens=0,
+            timeout_seconds=self._service.settings.request_timeout_seconds,
+            adapter=self._adapter,
+            salt=salt_for(self._asked.salt),
+            **fields,
+        )
+
+    def _pass(self, leaf: _Leaf, stem: Tokens) -> Request:
+        # The last token is a placeholder that is not computed.
+        return self._request(
+            (*leaf.prompt, *stem, leaf.options.candidates[0]),
+            prompt_logprobs=0,
+            logprobs_from=len(leaf.prompt),
+            candidates=leaf.options.candidates,
+        )
+
+    async def _run(self, http: HttpRequest, requests: Sequence[Request]) -> list[Handle]:
+        done: list[Handle] = []
+        for part in self._parts(requests):
+            answering = await until_gone(http, self._service.open_all(part, self._path))
+            async with answering:
+                await answering.result(http)
+                self._cached_tokens.append(answering.usage().cached_tokens)
+            done += answering.handles
+        return done
+
+    def _parts(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
+        """Yield batches of requests to queue together; hold the memory of each batch's tokens."""
+        part: list[Request] = []
+        tokens, most = 0, max(1, min(PASSES_AT_ONCE, self._service.max_queue // 2))
+        hold, held = HOLD.get(), 0
+        for request in (*requests, None):
+            more = 0 if request is None else len(request.prompt)
+            if part and (request is None or len(part) == most or tokens + more > TOKENS_AT_ONCE):
+                if hold is not None and tokens > held:
+                    hold.add_tokens(tokens - held)
+                    held = tokens
+                yield part
+                part, tokens = [], 0
+            if request is not None:
+                part.append(request)
+                tokens += more
+
+
+def _common(prompts: Sequence[Tokens]) -> Tokens:
+    """Return the longest common prefix of the prompts.
+
+    >>> _common([(1, 2, 3), (1, 2), (1, 2, 4)])
+    (1, 2)
+    """
+    first, last = min(prompts), max(prompts)
+    pairs = enumerate(zip(first, last, strict=False))
+    return first[: next((i for i, (one, other) in pairs if one != other), len(first))]
+
+
+def _closing(prompts: Prompts, prompt: Tokens) -> str:
+    """Return the text after the prompt that ends open reasoning, or starts the final answer."""
+    if prompts.format.reasoning_name == HARMONY:
+        return "<|channel|>final<|message|>"
+    marks = prompts.format.reasoning
+    return "" if marks is None or not prompts.starts_in_reasoning(prompt) else f"{marks.end}\n\n"
+
+
+def _rows(leaf: _Leaf, handles: Iterator[Handle]) -> list[Any]:
+    rows = []
+    for _ in leaf.options.stems:
+        logprobs = next(handles).prompt_logprobs
+        assert logprobs is not None
+        rows.append(logprobs.candidate_values)
+    return rows

@@ -1,0 +1,1 @@
+"""Routes of encoders: embeddings, reranking and scores."""

@@ -1,0 +1,1 @@
+"""Ollama's API, on top of OpenAI's chat completions."""

@@ -1,0 +1,64 @@
+"""SIGHUP: the --config file of a running server is read again."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from patience import SOON
+from server_processes import Process, wait_until
+
+
+@contextmanager
+def serving(out: Path, log: Path, *flags: str) -> Iterator[Process]:
+    """Serve the embedded model, with standard output and error in files."""
+    command = (sys.executable, "-m", "penstock", "serve", "--port", "0", *flags)
+    with out.open("w") as stdout, log.open("w") as stderr:
+        running = subprocess.Popen(command, stdout=stdout, stderr=stderr, text=True)
+    try:
+        wait_until(lambda: re.search(r"http://\S+", out.read_text()), SOON)
+        yield Process(re.findall(r"http://\S+", out.read_text())[0], running)
+    finally:
+        running.kill()
+        running.wait(SOON)
+
+
+def words(url: str) -> int:
+    """Return the length of an answer that may have any."""
+    body = {"prompt": "The code of", "ignore_eos": True}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=SOON).json()
+    tokens: int = answer["usage"]["completion_tokens"]
+    return tokens
+
+
+@pytest.mark.slow
+def test_sighup_reloads_changeable_settings(tmp_path: Path) -> None:
+    file, log = tmp_path / "serve.toml", tmp_path / "log"
+    file.write_text('max-tokens = 3\ntemperature = 0.5\nmemory-limit = "200MB"\n')
+    flags = ("--config", str(file), "--temperature", "0", "--log-format", "json")
+    with serving(tmp_path / "out", log, *flags) as made:
+        assert words(made.url) == 3
+        file.write_text(
+            'max-tokens = 5\ntemperature = 0.9\nmemory-limit = "150MB"\nmax-batch-size = 2\n'
+        )
+        made.running.send_signal(signal.SIGHUP)
+        wait_until(lambda: made.stats()["limit_bytes"] == 150_000_000, SOON)
+        assert words(made.url) == 5
+        file.write_text("max-tokens = 0\n")
+        made.running.send_signal(signal.SIGHUP)
+        wait_until(lambda: "keeping the previous settings" in log.read_text(), SOON)
+        assert words(made.url) == 5
+        wait_until(lambda: log.read_text().count("request ended") == 3, SOON)
+    messages = [json.loads(line)["message"] for line in log.read_text().splitlines()]
+    assert "--max-tokens is now 5" in messages
+    assert "--memory-limit is now 150MB" in messages
+    assert "the change of --max-batch-size takes effect after a restart" in messages
+    assert not any("temperature" in message for message in messages), "a flag stays above the file"

@@ -1,0 +1,290 @@
+"""A model's multi-token head: equal text in fewer steps, and its memory in the ledger."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import tiny_families
+from core_parts import evict_all
+from headed_models import FAMILIES, headed, headless, right_headed, write_published
+
+from penstock.engine.core import Core
+from penstock.engine.draft.head_draft import HeadDraft
+from penstock.engine.model import verification
+from penstock.engine.model.constraint import json_schema_grammar
+from penstock.engine.model.model_probe import weight_bytes
+from penstock.engine.model.proposals import NgramProposer, Proposal
+from penstock.engine.model.shared_text import SharedProposer
+from penstock.engine.model.step_costs import StepCosts
+from penstock.engine.request import Request, Sampling
+from penstock.ledger import Kind
+from penstock.models.loading import load
+from penstock.recall import MODEL_PATH
+
+SMALL: dict[str, Any] = {
+    "memory_limit": "80MB",
+    "block_size": 16,
+    "prefill_chunk": 32,
+    "max_batch_size": 4,
+    "max_kv_size": 512,
+}
+
+
+@contextmanager
+def running(model: Any, tokenizer: Any = None, **settings: Any) -> Iterator[Core]:
+    core = Core(model, tokenizer, **{**SMALL, **settings})
+    try:
+        yield core
+        core.view.check()
+    finally:
+        core.close()
+
+
+def answers(core: Core, requests: Sequence[Request]) -> list[Any]:
+    """Return the answers of requests that run together."""
+    handles = [core.submit(request) for request in requests]
+    while core.step():
+        core.view.check()
+    return [
+        (choice.tokens, choice.finish and choice.finish.reason)
+        for handle in handles
+        for choice in handle.result(0.0)
+    ]
+
+
+def drawn(seed: int, count: int) -> list[Request]:
+    """Return random requests, some of which share a prefix or go on where another ended."""
+    draw = Random(seed)
+    shared = [draw.randrange(tiny_families.VOCABULARY_TOKENS) for _ in range(50)]
+    requests = []
+    for _ in range(count):
+        own = [draw.randrange(tiny_families.VOCABULARY_TOKENS) for _ in range(draw.randint(1, 40))]
+        sampling = draw.choice(
+            [
+                Sampling(),
+                Sampling(),
+                Sampling(temperature=0.7, seed=draw.randrange(9)),
+                Sampling(repetition_penalty=1.05, logprobs=True, top_logprobs=2),
+            ]
+        )
+        requests.append(
+            Request(
+                prompt=(*shared[: draw.choice([0, 20, 50])], *own),
+                max_tokens=draw.randint(1, 20),
+                ignore_eos=True,
+                sampling=sampling,
+                salt=draw.choice(["", "a"]),
+            )
+        )
+    return requests
+
+
+@pytest.fixture(autouse=True)
+def drafts_pay(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A busy machine measures anything; here a step takes the same whatever it checks."""
+    monkeypatch.setattr(StepCosts, "ratio", lambda *_: 1.0)
+    monkeypatch.setattr(StepCosts, "draft_ratio", lambda *_: 0.0)
+    monkeypatch.setattr(StepCosts, "saved_seconds", lambda *_: 1e9)
+    with tiny_families.uncompiled():
+        yield
+
+
+@pytest.fixture
+def only_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known text proposes nothing."""
+    for proposer in (NgramProposer, SharedProposer):
+        monkeypatch.setattr(proposer, "propose", lambda *_: Proposal([]))
+
+
+def assert_same(
+    model: Any, requests: Sequence[Request], actual: Sequence[Any], expected: Sequence[Any]
+) -> None:
+    """Check that answers are equal, but for a greedy choice among equal logits."""
+    for request, (tokens, reason), (others, other_reason) in zip(
+        requests, actual, expected, strict=True
+    ):
+        if tokens == others or request.sampling != Sampling():
+            assert (tokens, reason) == (others, other_reason)
+            continue
+        place = next(
+            i for i, pair in enumerate(zip(tokens, others, strict=True)) if len({*pair}) > 1
+        )
+        logits = model(mx.array([[*request.prompt, *others[:place]]]))[0, -1]
+        assert mx.abs(logits[tokens[place]] - logits[others[place]]) < 1e-3, "no tie"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", range(12))
+def test_head_does_not_change_answers(family: str, seed: int) -> None:
+    """432 random requests in all."""
+    requests = drawn(seed, 6)
+    more = [{}, {"speculative_tokens": 1}, {"block_size": 8, "speculative_tokens": 16}][seed % 3]
+    is_right = seed % 4 == 3
+    with running(right_headed(family) if is_right else headless(family), **more) as core:
+        expected = answers(core, requests)
+    model = right_headed(family) if is_right else headed(family)
+    with running(model, draft_model="mtp", **more) as core:
+        for _ in range(2):  # cold and warm
+            assert_same(model, requests, answers(core, requests), expected)
+        stats = core.view.stats()
+        assert stats.failed_proposals == 0
+        assert stats.drafted_tokens > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_match_mlx_lm(family: str) -> None:
+    prompt = tiny_families.prompt_of(40)
+    expected, _ = tiny_families.plain_greedy(headless(family), prompt, 40)
+    request = Request(prompt=tuple(prompt), max_tokens=40, ignore_eos=True)
+    with running(headed(family), draft_model="mtp") as core:
+        for _ in range(2):
+            assert answers(core, [request])[0][0] == expected
+
+
+@pytest.mark.usefixtures("only_drafts")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_right_head_saves_steps_and_wrong_head_is_disabled(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request(prompt=tuple(range(1, 40)), max_tokens=60, ignore_eos=True)
+    with running(right_headed(family), draft_model="mtp") as core:
+        answers(core, [request])
+        stats = core.view.stats()
+        assert stats.accepted_draft_tokens == stats.drafted_tokens > 40
+        assert stats.decode.count < 20
+    monkeypatch.setattr(StepCosts, "draft_ratio", lambda *given: 0.05 * given[-1])
+    with running(headed(family), draft_model="mtp") as core:
+        answers(core, [request])
+        assert core.view.stats().drafted_tokens < 45, "it is wrong"
+
+
+@pytest.mark.usefixtures("only_drafts")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_proposals_match_head_on_mlx_lm_caches(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's KV and states of the head are those of one pass over the whole text."""
+    proposed: list[tuple[list[int], list[int]]] = []
+    draft = HeadDraft.draft
+
+    def noted(self: HeadDraft, sequences: Any, limits: Any) -> list[list[int]]:
+        drafts = draft(self, sequences, limits)
+        proposed.extend((list(s.tokens), d) for s, d in zip(sequences, drafts, strict=True))
+        return drafts
+
+    monkeypatch.setattr(HeadDraft, "draft", noted)
+    model = headed(family)
+    with running(model, draft_model="mtp") as core:
+        for _ in range(2):
+            answers(core, drawn(3, 6))
+    same = checked = 0
+    for tokens, drafts in proposed[::3]:
+        caches = model.make_cache()
+        model(mx.array([tokens[:-1]]), cache=caches)
+        kv, state = caches[-1]
+        hidden, last = state[0], tokens[-1]
+        for token in drafts:
+            logits, hidden = model.predict(mx.array([[last]]), hidden, kv)
+            last = int(mx.argmax(logits[0, -1]).item())
+            same += last == token
+            checked += 1
+            last = token
+    assert checked > 50
+    assert same == checked
+
+
+def test_check_detects_verifier_that_accepts_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    # Greedy requests alone are verified all at once.
+    requests = [
+        Request(prompt=tuple(range(start, start + 40)), max_tokens=40, ignore_eos=True)
+        for start in range(4)
+    ]
+    with running(headless("qwen3_5")) as core:
+        expected = answers(core, requests)
+    monkeypatch.setattr(verification, "_accepted", lambda chosen, proposal: list(chosen))
+    with running(headed("qwen3_5"), draft_model="mtp") as core:
+        assert answers(core, requests) != expected
+
+
+def test_grammar_holds_with_head(tmp_path: Path) -> None:
+    vocabulary = json.loads((MODEL_PATH / "config.json").read_text())["vocab_size"]
+    folder = write_published("qwen3_5", tmp_path / "model", vocabulary=vocabulary)
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    request = Request(
+        prompt=tuple(range(1, 30)), max_tokens=60, grammar=json_schema_grammar(schema)
+    )
+    texts = []
+    for mtp in (False, True):
+        model, tokenizer = load(folder, mtp=mtp)
+        with running(model, tokenizer, draft_model="mtp" if mtp else None) as core:
+            texts.append(answers(core, [request] * 2))
+            assert core.view.stats().failed_proposals == 0
+    assert texts[0] == texts[1]
+
+
+# ---- memory
+
+
+def test_every_byte_of_head_is_in_ledger() -> None:
+    bytes_of = {}
+    for model in (headless("qwen3_5"), headed("qwen3_5")):
+        with running(model, draft_model=None if model is headless("qwen3_5") else "mtp") as core:
+            assert core.ledger.by_class()[Kind.WEIGHTS] == weight_bytes(model)
+            assert core.view.stats().by_kind["draft"] == 0
+            answers(core, drawn(2, 4))
+            assert core.ledger.used_bytes <= core.ledger.limit_bytes
+            bytes_of[core] = core.runner.token_bytes, core.runner.state_bytes
+            evict_all(core)
+    (token, state), (token_with, state_with) = bytes_of.values()
+    width = headed("qwen3_5").language_model.args.hidden_size
+    assert token_with == 2 * token - token // 2, "three full layers in place of two"
+    assert state_with == state + 4 * width
+
+
+@pytest.mark.parametrize("beside", [0, 60_000, 400_000])
+def test_head_under_memory_pressure_does_not_change_answers(beside: int) -> None:
+    requests = drawn(5, 6)
+    with running(headless("qwen3_5")) as core:
+        expected = answers(core, requests)
+    with running(headed("qwen3_5"), draft_model="mtp") as core:
+        sequence = core.view.sequence_bytes(140)
+        core.set_limit(core.ledger.used_bytes + sequence.per_sequence + sequence.shared + beside)
+        for _ in range(2):
+            assert answers(core, requests) == expected
+            assert core.ledger.used_bytes <= core.ledger.limit_bytes
+
+
+def test_head_resumes_from_disk(tmp_path: Path) -> None:
+    request = Request(prompt=tuple(range(1, 70)), max_tokens=20, ignore_eos=True)
+    texts = []
+    for cached in (0, 32):
+        settings = {"ssd_cache_dir": tmp_path, "ssd_cache_limit": "40MB"}
+        with running(headed("qwen3_5"), draft_model="mtp", fingerprint="x", **settings) as core:
+            texts.append(answers(core, [request]))
+            (handle,) = [core.submit(request)]
+            while core.step():
+                pass
+            assert handle.result(0.0)[0].finish.usage.cached_tokens >= cached
+            assert core.view.stats().failed_proposals == 0
+    assert texts[0] == texts[1]
+
+
+def test_fault_of_head_costs_one_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a fault")
+
+    requests = drawn(4, 4)
+    with running(headless("qwen3_5")) as core:
+        expected = answers(core, requests)
+    with running(headed("qwen3_5"), draft_model="mtp") as core:
+        monkeypatch.setattr(core.runner, "predict", fail)
+        assert answers(core, requests) == expected
+        assert core.view.stats().failed_proposals > 0
