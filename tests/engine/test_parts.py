@@ -57,7 +57,8 @@ def test_small_blocks_do_not_increase_spans_or_checkpoints(
         return real(self, tokens, rows, *more)
 
     settings: dict[str, Any] = {"block_size": 32, "max_kv_size": 4_096, "max_batch_size": AGENTS}
-    core = Core(model_of(family), memory_limit="600MB", **settings)
+    # A busy machine would end chunks elsewhere.
+    core = Core(model_of(family), memory_limit="600MB", max_stall_ms=0, **settings)
     try:
         with monkeypatch.context() as patch:
             patch.setattr(Runner, "decode", counted)

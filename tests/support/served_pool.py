@@ -21,7 +21,7 @@ from penstock.server.several_models import ServedModel, SeveralModels
 
 ASKED = "The code of the amber falcon is 4821. What is the code of the amber falcon?"
 ENGINE = {"block_size": 64, "max_kv_size": 4_096}
-ONE = 60_000_000
+ONE = 45_000_000
 """A limit for one of the models, and none beside it."""
 
 

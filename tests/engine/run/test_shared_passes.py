@@ -20,7 +20,7 @@ SHARED = tuple(tiny_families.prompt_of(100, seed=5))
 CANDIDATES = (3, 1, 7, 200)
 QUESTIONS = [(*SHARED, *tiny_families.prompt_of(5 + n, seed=n), 1) for n in range(12)]
 PLACES = 4
-SETTINGS = {"max_batch_size": PLACES, "prefill_chunk": 256}
+SETTINGS: dict[str, Any] = {"max_batch_size": PLACES, "prefill_chunk": 256, "max_stall_ms": 0}
 
 
 def ask(core: Core, prompts: Sequence[Sequence[int]], **more: Any) -> list[Handle]:

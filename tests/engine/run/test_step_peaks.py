@@ -91,6 +91,10 @@ RECURRENT = [
 ]
 
 
+WHOLE_ROUNDS = 3
+"""Measurements of all steps: on a busy machine lagging threads of MLX add some percent to one."""
+
+
 def extrapolated(
     family: str, monkeypatch: pytest.MonkeyPatch, **settings: Any
 ) -> tuple[int, int, int]:
@@ -102,10 +106,13 @@ def extrapolated(
     with uncompiled(), monkeypatch.context() as patch:
         model = build(family)
         patch.setattr(step_trials, "LEAST_SECONDS", step_trials.MOST_SECONDS)
+        measured: list[int] = []
         with patch.context() as plain:
             plain.setattr(step_trials, "UNREPEATED", 1.0)
-            whole = asked(model, **settings)
-        step_peaks._measured.clear()
+            for _ in range(WHOLE_ROUNDS):
+                measured.append(asked(model, **settings))
+                step_peaks._measured.clear()
+        whole = min(measured)
         patch.setattr(step_trials, "MOST_SECONDS", 0.0)
         prefill = Runner.prefill
 
