@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import httpx
 import pytest
 from adapter_folders import write_adapter
+from gguf_files import small_file
 from served_pool import serve_pool
 from servers import MODEL_NAME, Running, serving, settings
 
 from penstock.cli import main
+from penstock.errors import ModelError
 from penstock.models.loading import expected_bytes, load_all
 from penstock.pool.open_model import PoolMember
 from penstock.recall import MODEL_PATH
@@ -93,6 +96,47 @@ def test_decisions_use_requested_adapter(adapted: Running) -> None:
         assert answered.status_code == 200, answered.text
         told.append(answered.json())
     assert told[0] != told[1]
+
+
+def test_explain_command_tells_adapters_apart(
+    adapted: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    told = {"role": "user", "content": "The code of the amber falcon is 4821. " * 20}
+    body = {"model": f"{MODEL_NAME}+a", "messages": [told], "max_tokens": 1, "top_k": 1}
+    httpx.post(f"{adapted.url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+    file = tmp_path / "body.json"
+    file.write_text(json.dumps(body))
+
+    def explained(*arguments: str) -> str:
+        assert main(["explain", str(file), "--url", adapted.url, *arguments]) == 0
+        return capsys.readouterr().out
+
+    prompt = json.loads(explained("--json"))["prompt_tokens"]
+    held = {
+        name: json.loads(explained("--json", "--model", name))["held_tokens"]
+        for name in (MODEL_NAME, f"{MODEL_NAME}+a", f"{MODEL_NAME}+b")
+    }
+    shared = held.pop(f"{MODEL_NAME}+a")
+    assert shared > prompt // 2 and held == {MODEL_NAME: 0, f"{MODEL_NAME}+b": 0}
+    assert explained().startswith(f"{shared} of {prompt} prompt tokens cached\n")
+    assert main(["explain", str(file), "--url", adapted.url, "--model", f"{MODEL_NAME}+c"]) == 2
+    assert f"there is no model '{MODEL_NAME}+c'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"model": "m"}'])
+def test_explain_command_refuses_other_files_in_one_line(
+    text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "body.json").write_text(text)
+    assert main(["explain", str(tmp_path / "body.json")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("penstock: ") and "body.json" in line
+
+
+def test_adapter_of_gguf_file_is_refused_with_reason(tmp_path: Path) -> None:
+    file = small_file(tmp_path)
+    with pytest.raises(ModelError, match=r"\.gguf file, which orders weights differently"):
+        load_all(file, adapters={"a": write_adapter("embedded", tmp_path / "a", 1)})
 
 
 def test_generate_command_uses_adapter(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -76,6 +77,31 @@ def test_stream_has_comments_while_model_loads() -> None:
         late = httpx.post(f"{address.url}/v1/completions", json=wrong, timeout=SOON)
         assert late.status_code == 200 and "event: error" in late.text
         assert "max_tokens" in late.text
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_ollama_stream_has_empty_lines_of_json_while_model_loads(path: str) -> None:
+    slow = threading.Event()
+    with served([spec("first", MODEL_PATH, slow)], ONE, ping_seconds=0.1) as address:
+        asked = {"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]}
+        body = {"model": "first", **asked, "options": {"num_predict": 2}}
+        lines: list[dict[str, Any]] = []
+        with httpx.stream("POST", address.url + path, json=body, timeout=SOON) as answer:
+            for line in answer.iter_lines():
+                lines.append(json.loads(line))
+                if len(lines) == 3:
+                    slow.set()
+        assert answer.headers["content-type"] == "application/x-ndjson"
+        shown = [line.get("message", {}).get("content", line.get("response")) for line in lines]
+        assert shown[:3] == ["", "", ""] and any(shown[3:])
+        assert {line["model"] for line in lines} == {"first"}
+        assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+        httpx.post(f"{address.url}/v1/models/first/unload", json={}, timeout=SOON)
+        slow.clear()
+        threading.Timer(0.5, slow.set).start()
+        wrong = {**body, "top_logprobs": 2, "format": 3}
+        late = httpx.post(address.url + path, json=wrong, timeout=SOON)
+        assert late.status_code == 200 and "error" in json.loads(late.text.splitlines()[-1])
 
 
 def test_disconnect_during_load_frees_model() -> None:

@@ -18,6 +18,7 @@ from penstock.cli import (
     cache,
     chat,
     doctor,
+    explain,
     generate,
     launch,
     model_list,
@@ -45,6 +46,7 @@ app.command(cls=GroupedCommand)(chat.chat)
 app.command(cls=GroupedCommand)(serve.serve)
 app.command()(launch.launch)
 app.command()(top.top)
+app.command()(explain.explain)
 app.command()(model_list.models)
 app.command()(model_list.pull)
 app.command()(plan.plan)

@@ -129,6 +129,23 @@ class Remote:
             ) from error
 
 
+def asked(url: str, api_key: str | None, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Post a request to penstock's server; return its answer, or raise RemoteError."""
+    address = base_url(url)
+    with connected(address):
+        response = httpx.post(
+            f"{address}{path}",
+            json=body,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS),
+            trust_env=not on_this_machine(address),
+        )
+    if response.status_code != httpx.codes.OK:
+        raise RemoteError(refusal(response))
+    content: dict[str, Any] = response.json()
+    return content
+
+
 @contextmanager
 def connected(url: str) -> Iterator[None]:
     try:

@@ -295,9 +295,13 @@ class Engine:
     def stats(self) -> Stats:
         return self._wait(self.ask(EngineView.stats))
 
-    def explain(self, tokens: Sequence[int], salt: str = "") -> Explanation:
+    def explain(
+        self, tokens: Sequence[int], salt: str = "", *, adapter: str | None = None
+    ) -> Explanation:
         """Explain how much of a prompt the cache matches now, and why it matches no more."""
-        return self._wait(self.ask(lambda view: view.explain(tokens, salt, ask_tiers=True)))
+        return self._wait(
+            self.ask(lambda view: view.explain(tokens, view.salted(salt, adapter), ask_tiers=True))
+        )
 
     def set_limit(self, limit_bytes: int) -> None:
         """Change the memory limit; evict and preempt at once until it is met.

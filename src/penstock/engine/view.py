@@ -133,6 +133,10 @@ class EngineView:
     def adapters(self) -> tuple[str, ...]:
         return tuple(self._stores.figures.adapters.fingerprints)
 
+    def salted(self, salt: str, adapter: str | None) -> str:
+        """Return the salt of the prefixes of an adapter; raises SettingError for unknown names."""
+        return self._stores.figures.adapters.salted(salt, adapter)
+
     @property
     def codec_name(self) -> str | None:
         """Name of the codec of cached KV; None if it is not quantized."""

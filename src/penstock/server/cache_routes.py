@@ -17,7 +17,7 @@ from penstock.models.input_spans import with_keys
 from penstock.prefix.explanation import Explanation
 from penstock.prefix.node import NodeView
 from penstock.server.access import salt_for
-from penstock.server.forms import Each, OnePrompt
+from penstock.server.forms import Each, Name, OnePrompt
 from penstock.server.openai.openai_objects import ERRORS
 from penstock.server.prompts import MENDED, REWRITTEN, Message, Prompts
 from penstock.server.remembered_answers import SHOWN, Opening
@@ -101,6 +101,7 @@ class ExplainRequest(BaseModel):
     messages: Each[dict[str, Any]] | None = Field(None, min_length=1, max_length=16_384)
     tools: Each[dict[str, Any]] | None = Field(None, max_length=512)
     prompt: OnePrompt | None = None
+    model: Name | None = None
     cache_salt: str | None = Field(None, max_length=1_000)
 
     @model_validator(mode="after")
@@ -136,8 +137,8 @@ def router(service: Service) -> APIRouter:
     @router.post("/explain")
     async def explain(question: ExplainRequest) -> Explanation:
         """Explain how far a prompt would match the cache now."""
+        salt = await prefix_salt(service, question)
         tokens, rewritten = await service.work(partial(_read, service, question))
-        salt = salt_for(question.cache_salt)
         explained = await service.ask(lambda view: view.explain(tokens, salt, ask_tiers=True))
         if rewritten is None:
             return explained
@@ -154,6 +155,12 @@ def router(service: Service) -> APIRouter:
         return cleared
 
     return router
+
+
+async def prefix_salt(service: Service, question: ExplainRequest) -> str:
+    """Return the salt of a prompt's prefixes, which differ by tenant and adapter."""
+    adapter, salt = service.adapter_of(question.model), salt_for(question.cache_salt)
+    return await service.ask(lambda view: view.salted(salt, adapter))
 
 
 def tree_of(views: Sequence[NodeView], max_nodes: int) -> Tree:

@@ -15,8 +15,7 @@ from pydantic import BaseModel
 from penstock.engine.engine import Engine
 from penstock.engine.session_files import SavedSession, load_session, save_session
 from penstock.errors import CacheFileError, SettingError
-from penstock.server.access import salt_for
-from penstock.server.cache_routes import ExplainRequest, tokens_of
+from penstock.server.cache_routes import ExplainRequest, prefix_salt, tokens_of
 from penstock.server.openai.openai_objects import ERRORS
 from penstock.server.problems import BadRequest, NotFound, ServerError
 from penstock.server.request_body import reading_aside
@@ -68,7 +67,7 @@ def router(service: Service) -> APIRouter:
         """Save the cached prefix of a conversation, replacing any session of that name."""
         file = file_of(name)
         tokens = await service.work(partial(tokens_of, service, question))
-        salt = salt_for(question.cache_salt)
+        salt = await prefix_salt(service, question)
         act = partial(save_session, _engine(service), file, tokens, salt)
         return _session_out(name, await service.aside(partial(_without_paths, service, file, act)))
 

@@ -42,7 +42,13 @@ from penstock.server.attached_models import (
 )
 from penstock.server.disconnect import until_gone
 from penstock.server.metrics import exposed
-from penstock.server.ollama.ollama_routes import LOADED, TAGS, loaded_object, ollama_object
+from penstock.server.ollama.ollama_routes import (
+    LOADED,
+    TAGS,
+    loaded_object,
+    ollama_object,
+    waiting_lines,
+)
 from penstock.server.openai.openai_objects import Json
 from penstock.server.paths import DOCUMENT, ENDLESS, REFERENCE
 from penstock.server.pool_live import PoolPulse
@@ -51,7 +57,7 @@ from penstock.server.problems import NotFound, ShuttingDown, Unavailable, respon
 from penstock.server.prompt_memory import PromptMemory
 from penstock.server.request_body import loads
 from penstock.server.response_store import ResponseStore
-from penstock.server.waiting_response import WaitingResponse
+from penstock.server.waiting_response import EVENTS, StreamForm, WaitingResponse
 from penstock.server.workers import LONG_BYTES
 
 MODELS = "/v1/models"
@@ -355,9 +361,8 @@ class _ByModel:
             name = models.loaded_or_first()
         if scope["path"] == METRICS and name not in models.pool.loaded():
             raise NotFound(f"{name} is not loaded, and has no metrics")
-        streams = content.get("stream") is True and scope["path"].startswith("/v1/")
-        seconds = models.settings.ping_seconds if streams else None  # others allow no comments
-        out = WaitingResponse(scope["path"], send, seconds)
+        form = _stream_form(scope["path"], content)
+        out = WaitingResponse(scope["path"], send, form, models.settings.ping_seconds)
         while True:
             model = await self._entered(name, scope, receive, out)
             if model is None:
@@ -402,6 +407,13 @@ def _refusal(error: Exception) -> Exception:
     if isinstance(error, ModelError):  # its text may name a folder of this machine
         return Unavailable(f"this model is unavailable: {UNLOADABLE}", code="model_not_loadable")
     return error
+
+
+def _stream_form(path: str, content: Mapping[str, Any]) -> StreamForm | None:
+    """Return the form of a request's stream; None if its answer is one object."""
+    if content.get("stream") is True and path.startswith("/v1/"):
+        return EVENTS
+    return waiting_lines(path, content)
 
 
 async def _object_in(body: bytes) -> Mapping[str, Any]:

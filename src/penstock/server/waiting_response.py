@@ -4,25 +4,47 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from starlette.types import Message, Send
 
-from penstock.server.problems import problem_of
+from penstock.server.problems import body_for, dumps, problem_of
 from penstock.server.prompt_memory import HOLD
 from penstock.server.second_asking import ASKING, Asking
-from penstock.server.sse import error_event
 
 T = TypeVar("T")
 
 
-class WaitingResponse:
-    """A response whose stream may begin with comments while its model is being loaded."""
+@dataclass(frozen=True, slots=True)
+class StreamForm:
+    """Encoding of a stream's comments, and of an error object in it."""
 
-    def __init__(self, path: str, send: Send, ping_seconds: float | None) -> None:
+    media_type: str
+    comment: Callable[[str], bytes]
+    error: Callable[[bytes], bytes]
+
+
+EVENTS = StreamForm(
+    "text/event-stream; charset=utf-8",
+    lambda words: f": {words}\n\n".encode(),
+    lambda body: b"event: error\ndata: " + body + b"\n\n",
+)
+
+
+class WaitingResponse:
+    """A response whose stream may begin with comments while its model is being loaded.
+
+    Args:
+        form: encoding of the stream; None for a response that is not streamed.
+        ping_seconds: interval of the comments.
+    """
+
+    def __init__(self, path: str, send: Send, form: StreamForm | None, ping_seconds: float) -> None:
         self._path = path
         self._send = send
-        self._ping_seconds = ping_seconds
+        self._form = form or EVENTS
+        self._ping_seconds = None if form is None else ping_seconds
         self.begun = False
         self.asking = Asking()
         self._failed: list[bytes] | None = None
@@ -34,7 +56,7 @@ class WaitingResponse:
             if entered.done():
                 return entered.result()
             await self._begin()
-            await self._write(f": {words()}\n\n".encode())
+            await self._write(self._form.comment(words()))
 
     def ask(self) -> None:
         """Begin a new attempt to answer the request."""
@@ -46,7 +68,7 @@ class WaitingResponse:
     async def _begin(self) -> None:
         if not self.begun:
             self.begun = True
-            headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+            headers = [(b"content-type", self._form.media_type.encode())]
             headers.append((b"cache-control", b"no-store"))
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
@@ -54,7 +76,8 @@ class WaitingResponse:
         await self._send({"type": "http.response.body", "body": content, "more_body": more})
 
     async def fail(self, error: BaseException) -> None:
-        await self._write(error_event(self._path, problem_of(error)), more=False)
+        body = dumps(body_for(self._path, problem_of(error)))
+        await self._write(self._form.error(body), more=False)
 
     async def send(self, message: Message) -> None:
         """Forward a message of the model's application; drop its start if one was sent."""
@@ -71,9 +94,7 @@ class WaitingResponse:
             return await self._send(message)
         self._failed.append(message.get("body", b""))
         if not message.get("more_body", False):
-            await self._write(
-                b"event: error\ndata: " + b"".join(self._failed) + b"\n\n", more=False
-            )
+            await self._write(self._form.error(b"".join(self._failed)), more=False)
         return None
 
 

@@ -22,7 +22,8 @@ from penstock.server.openai.openai_forms import ChatRequest
 from penstock.server.problems import Problem, body_for, dumps
 from penstock.server.service import Service
 
-LINES = {"Content-Type": "application/x-ndjson"}
+MEDIA_TYPE = "application/x-ndjson"
+LINES = {"Content-Type": MEDIA_TYPE}
 
 
 class OllamaLine(ServerSentEvent):
@@ -64,19 +65,19 @@ class OllamaChat(ChatCompletions):
     def chunk(self, events: Sequence[Event]) -> Iterator[bytes]:
         for delta, tokens, _ in self._read_all(events).values():
             if delta or tokens:
-                yield _encoded(self._line(delta, tokens))
+                yield encoded(self._line(delta, tokens))
 
     def progress(self) -> Iterator[bytes]:
         return iter(())
 
     def end(self, usage: dict[str, Any]) -> Iterator[bytes]:
-        yield _encoded(self._line(Delta(), []) | self._end(usage))
+        yield encoded(self._line(Delta(), []) | self._end(usage))
 
     def failure(self, problem: Problem) -> Iterator[bytes]:
-        yield _encoded(body_for(self.path, problem))
+        yield encoded(body_for(self.path, problem))
 
     def ping(self, progress: PromptProgress | None) -> ServerSentEvent:
-        return OllamaLine(_encoded(self._line(Delta(), [])))
+        return OllamaLine(encoded(self._line(Delta(), [])))
 
     def content(self, delta: Delta) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": delta.text}
@@ -128,6 +129,13 @@ class OllamaGenerate(OllamaChat):
         return {"response": delta.text, **thinking}
 
 
+EMPTY: dict[str, dict[str, Any]] = {
+    OllamaChat.path: {"message": {"role": "assistant", "content": ""}},
+    OllamaGenerate.path: {"response": ""},
+}
+"""Fields of an empty answer, by path."""
+
+
 def now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
@@ -140,5 +148,5 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "function": {"name": call.name, "arguments": call.object}}
 
 
-def _encoded(line: dict[str, Any]) -> bytes:
+def encoded(line: dict[str, Any]) -> bytes:
     return dumps(line) + b"\n"

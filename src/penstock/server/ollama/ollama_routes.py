@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -11,7 +12,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock import __version__
-from penstock.server.ollama.ollama_chat import OllamaChat, OllamaGenerate, now
+from penstock.server.ollama.ollama_chat import (
+    EMPTY,
+    MEDIA_TYPE,
+    OllamaChat,
+    OllamaGenerate,
+    encoded,
+    now,
+)
 from penstock.server.ollama.ollama_forms import (
     OllamaBody,
     OllamaChatBody,
@@ -22,9 +30,10 @@ from penstock.server.openai.logprobs import Logprobs
 from penstock.server.openai.openai_objects import ERRORS, Json
 from penstock.server.request_body import reading_aside
 from penstock.server.service import Service
+from penstock.server.waiting_response import StreamForm
 
 LINES: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"application/x-ndjson": {"schema": {"type": "object"}}}}
+    200: {"content": {MEDIA_TYPE: {"schema": {"type": "object"}}}}
 }
 OLLAMA_VERSION = "0.35.0"
 """Version of Ollama whose API is implemented; clients require a minimum version."""
@@ -49,15 +58,14 @@ def router(service: Service) -> APIRouter:
     async def chat(body: OllamaChatBody, http: HttpRequest) -> Response:
         """Answer a conversation, as Ollama does."""
         if not body.messages:
-            message = {"message": {"role": "assistant", "content": ""}}
-            return _loaded(service, body, message)
+            return _loaded(service, body, EMPTY[OllamaChat.path])
         return await OllamaChat(service, logprobs, body, body.request()).respond(http)
 
     @routes.post(OllamaGenerate.path, response_model=None, responses=LINES)
     async def generate(body: OllamaGenerateBody, http: HttpRequest) -> Response:
         """Answer a prompt, as Ollama does; `raw` continues it without the template."""
         if not body.prompt:
-            return _loaded(service, body, {"response": ""})
+            return _loaded(service, body, EMPTY[OllamaGenerate.path])
         return await OllamaGenerate(service, logprobs, body, body.request()).respond(http)
 
     @routes.get(TAGS, response_model=None)
@@ -101,6 +109,21 @@ def router(service: Service) -> APIRouter:
         return Json({"version": OLLAMA_VERSION, "penstock": __version__})
 
     return routes
+
+
+def waiting_lines(path: str, content: Mapping[str, Any]) -> StreamForm | None:
+    """Return the form of a stream that waits for its model; None if the answer is one object.
+
+    Clients read each line as JSON and fail at an empty one, so a comment is an empty answer.
+    """
+    if path not in EMPTY or content.get("stream") is False:
+        return None
+
+    def comment(_: str) -> bytes:
+        empty = {"created_at": now(), **EMPTY[path], "done": False}
+        return encoded({"model": str(content.get("model") or ""), **empty})
+
+    return StreamForm(MEDIA_TYPE, comment, lambda body: body + b"\n")
 
 
 def _loaded(service: Service, body: OllamaBody, content: dict[str, Any]) -> Response:
