@@ -1,10 +1,9 @@
-"""Turns of engines on the device: exclusive, shared by time, and without starvation."""
+"""Turns of models on one device: equal time, however long their steps are."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 
 import pytest
 from patience import SOON
@@ -12,108 +11,79 @@ from servers import wait_until
 
 from penstock.engine.turns import Turns
 
-
-class Clock:
-    seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
-@contextmanager
-def waiting(turns: Turns, owner: str, order: list[str]) -> Iterator[None]:
-    """Wait for a turn that another owner has, in a thread, until left."""
-
-    def wait() -> None:
-        with turns.turn(owner):
-            order.append(owner)
-
-    before = len(turns._waiting)
-    thread = threading.Thread(target=wait)
-    thread.start()
-    wait_until(lambda: len(turns._waiting) > before)
-    yield
-    thread.join(SOON)
-    assert not thread.is_alive()
+STEP_SECONDS = {"small": 1.0, "large": 10.0}
+LENGTH = 60.0
+"""Seconds for which both models have work."""
+TURN_SECONDS = STEP_SECONDS["large"] + STEP_SECONDS["small"]
+"""Longest turn beside a model that waits."""
 
 
-def use(turns: Turns, clock: Clock, owner: str, seconds: float) -> None:
-    with turns.turn(owner):
-        clock.seconds += seconds
+class StepTurns(Turns):
+    """Turns of a step each, in which models with long steps get more time."""
+
+    def is_over(self, owner: Hashable) -> bool:
+        return self.is_contended
 
 
-def test_turn_is_held_by_one_thread_at_a_time() -> None:
-    turns, inside, most = Turns(), [0], [0]
+class SavedTurns(Turns):
+    """Turns in which the time that a model leaves unused is credited to it."""
 
-    def work(owner: int) -> None:
-        for _ in range(200):
+    def _enter(self, owner: Hashable) -> None:
+        self._used_seconds.setdefault(owner, 0.0)
+
+
+def lengths_of_turns(
+    kind: type[Turns], alone_seconds: float, *, idle: bool = False
+) -> list[tuple[str, float]]:
+    """Let both models compute; return owner and length of each turn while both have work.
+
+    Args:
+        alone_seconds: time for which the large one computes before the small one has work.
+        idle: whether neither computes when both get work.
+    """
+    now = [0.0]
+    turns, taken = kind(lambda: now[0]), []
+    end = alone_seconds + LENGTH
+
+    def work(owner: str) -> None:
+        if owner == "small":
+            wait_until(lambda: now[0] >= alone_seconds)
+        while now[0] < end:
             with turns.turn(owner):
-                inside[0] += 1
-                most[0] = max(most[0], inside[0])
-                inside[0] -= 1
+                since = max(now[0], alone_seconds)
+                while now[0] < end:
+                    wait_until(lambda: turns.is_contended or not alone_seconds <= now[0] < end)
+                    now[0] += STEP_SECONDS[owner]
+                    if turns.is_over(owner):
+                        break
+                taken.append((owner, now[0] - since))
 
-    threads = [threading.Thread(target=work, args=(owner,)) for owner in range(4)]
+    if idle:
+        with turns.turn("large"):
+            now[0] = alone_seconds
+    threads = [threading.Thread(target=work, args=(owner,)) for owner in STEP_SECONDS]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(SOON)
-    assert (inside[0], most[0]) == (0, 1)
+    return taken
 
 
-def test_turn_goes_to_owner_with_least_used_time() -> None:
-    clock, order = Clock(), list[str]()
-    turns = Turns(clock)
-    turns._used_seconds |= {"large": 5.0, "small": 1.0, "other": 0.0}
-    with turns.turn("other"):
-        clock.seconds += 10.0
-        inner = [waiting(turns, "large", order), waiting(turns, "small", order)]
-        for context in inner:
-            context.__enter__()
-    for context in inner:
-        with pytest.raises(StopIteration):
-            next(context.gen)  # type: ignore[attr-defined]
-    assert order == ["small", "large"]
+def check(taken: list[tuple[str, float]]) -> None:
+    small, large = (
+        sum(length for name, length in taken if name == owner) for owner in STEP_SECONDS
+    )
+    assert abs(small - large) <= TURN_SECONDS
+    assert max(length for _, length in taken) <= TURN_SECONDS
 
 
-def test_small_model_runs_many_steps_between_long_ones() -> None:
-    clock, order = Clock(), list[str]()
-    turns = Turns(clock)
-    use(turns, clock, "large", 1.0)
-    with turns.turn("small"):
-        turns._used_seconds["small"] = 0.0
-        thread = waiting(turns, "large", order)
-        thread.__enter__()
-        steps = 0
-        while not turns.is_over("small"):
-            clock.seconds += 0.125
-            steps += 1
-    with pytest.raises(StopIteration):
-        next(thread.gen)  # type: ignore[attr-defined]
-    assert steps == 9  # until it has had more than the large one's second
+@pytest.mark.parametrize(("alone_seconds", "idle"), [(0.0, False), (50.0, False), (50.0, True)])
+def test_models_with_short_and_long_steps_get_equal_time(alone_seconds: float, idle: bool) -> None:
+    check(lengths_of_turns(Turns, alone_seconds, idle=idle))
 
 
-def test_idle_time_earns_no_credit() -> None:
-    clock = Clock()
-    turns = Turns(clock)
-    use(turns, clock, "busy", 100.0)
-    with turns.turn("busy"), waiting_at_exit(turns, "new") as order:
-        assert turns._used_seconds["new"] == 100.0
-        assert not turns.is_over("busy")
-        clock.seconds += 0.001
-        assert turns.is_over("busy")
-    assert order == []
-
-
-@contextmanager
-def waiting_at_exit(turns: Turns, owner: str) -> Iterator[list[str]]:
-    """Start waiting for a turn, which is granted after the block."""
-    order: list[str] = []
-
-    def wait() -> None:
-        with turns.turn(owner):
-            order.append(owner)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    wait_until(lambda: bool(turns._waiting))
-    yield order
+def test_check_detects_unequal_turns() -> None:
+    with pytest.raises(AssertionError):
+        check(lengths_of_turns(StepTurns, 0.0))
+    with pytest.raises(AssertionError):
+        check(lengths_of_turns(SavedTurns, 50.0))

@@ -13,7 +13,8 @@ class Turns:
 
     An owner keeps its turn for several steps, until a waiting owner has used less time (`is_over`).
     So a model with short steps runs many of them between two long steps of another. An owner that
-    returns starts with the least time of the active ones: unused time is not credited.
+    returns starts with the least time of the active ones, or with the most of all if none is
+    active: unused time is not credited.
 
     >>> turns = Turns()
     >>> with turns.turn("small"):
@@ -27,6 +28,7 @@ class Turns:
         self._waiting: list[Hashable] = []
         self._holder: Hashable = None
         self._since = 0.0
+        self._most_seconds = 0.0
         self._changed = threading.Condition(threading.Lock())
 
     @property
@@ -48,7 +50,8 @@ class Turns:
             yield
         finally:
             with self._changed:
-                self._used_seconds[owner] += self._clock() - self._since
+                self._used_seconds[owner] = self._held_seconds()
+                self._most_seconds = max(self._most_seconds, self._used_seconds[owner])
                 self._holder = None
                 self._changed.notify_all()
 
@@ -57,7 +60,7 @@ class Turns:
         if not self._waiting:
             return False
         with self._changed:
-            now = self._used_seconds[owner] + self._clock() - self._since
+            now = self._held_seconds()
             return any(self._used_seconds[other] < now for other in self._waiting)
 
     def forget(self, owner: Hashable) -> None:
@@ -65,9 +68,15 @@ class Turns:
             self._used_seconds.pop(owner, None)
 
     def _enter(self, owner: Hashable) -> None:
-        active = [*self._waiting, *([] if self._holder is None else [self._holder])]
-        least = min((self._used_seconds[other] for other in active), default=0.0)
+        active = [self._used_seconds[other] for other in self._waiting]
+        if self._holder is not None:
+            active.append(self._held_seconds())
+        least = min(active, default=self._most_seconds)
         self._used_seconds[owner] = max(least, self._used_seconds.get(owner, 0.0))
+
+    def _held_seconds(self) -> float:
+        """Return the time that the holder has used, its turn included."""
+        return self._used_seconds[self._holder] + self._clock() - self._since
 
     def _next(self) -> Hashable:
         return min(self._waiting, key=lambda other: self._used_seconds[other])
