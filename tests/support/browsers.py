@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import pytest
 from patience import SOON
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
@@ -22,6 +23,20 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Debian's Chromium, controlled by Playwright."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium here (Debian: apt-get install chromium)")
+    playwright.expect.set_options(timeout=SOON * 1_000)
+    with playwright.sync_playwright() as started:
+        settings = {"executable_path": CHROMIUM, "args": FLAGS, "timeout": SOON * 1_000}
+        launched = started.chromium.launch(**settings)
+        yield launched
+        launched.close()
 
 
 @contextmanager

@@ -197,13 +197,18 @@ def _anything(kind: type) -> dict[str, Any]:
     }
 
 
+SEEDS = {"kimi_linear": 3}
+"""Seeds of families in which two experts are equally good for a prompt of the tests: which of them
+is chosen would depend on the CPU's rounding, in mlx-vlm's own loop, too."""
+
+
 def build(name: str, *, window: int = WINDOW) -> Any:
     """Return a tiny random language model of a family, as `tiny_families.build` does.
 
     Raises:
         Unbuildable: it cannot be made here, or cannot run here.
     """
-    mx.random.seed(zlib.crc32(f"{SEED} {name}".encode()))
+    mx.random.seed(zlib.crc32(f"{SEEDS.get(name, SEED)} {name}".encode()))
     if name in UNSAFE:
         raise Unbuildable(name, "it writes outside of its logits: it takes tokens for rows")
     # A boundary, as in `tiny_families.build`.

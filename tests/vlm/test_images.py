@@ -156,7 +156,9 @@ def test_next_turn_with_images_computes_only_new_tokens(qwen: Pair, engine: Engi
     assert list(cold.tokens) == answer(engine, turn)[0]
 
 
-def test_prompts_with_images_are_restored_after_restart(pair: Pair, tmp_path: Path) -> None:
+def test_prompts_with_images_are_restored_after_restart(
+    pair: Pair, tmp_path: Path, patient: None
+) -> None:
     files = [picture(7), picture(8, 140, 56)]
     text = TALK + " So ?" * 20
     request, own = pair.request(text, files, SAID), pair.own_answer(text, files, SAID)
