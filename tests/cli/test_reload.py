@@ -1,4 +1,4 @@
-"""SIGHUP: the --config file of a running server is read again."""
+"""SIGHUP: the files of --config and --models of a running server are read again."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ import pytest
 from patience import SOON
 from server_processes import Process, wait_until
 
+from penstock.recall import MODEL_PATH
+
 
 @contextmanager
 def serving(out: Path, log: Path, *flags: str) -> Iterator[Process]:
@@ -31,9 +33,9 @@ def serving(out: Path, log: Path, *flags: str) -> Iterator[Process]:
         running.wait(SOON)
 
 
-def words(url: str) -> int:
+def words(url: str, model: str | None = None) -> int:
     """Return the length of an answer that may have any."""
-    body = {"prompt": "The code of", "ignore_eos": True}
+    body = {"prompt": "The code of", "ignore_eos": True, "model": model}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=SOON).json()
     tokens: int = answer["usage"]["completion_tokens"]
     return tokens
@@ -62,3 +64,48 @@ def test_sighup_reloads_changeable_settings(tmp_path: Path) -> None:
     assert "--memory-limit is now 150MB" in messages
     assert "the change of --max-batch-size takes effect after a restart" in messages
     assert not any("temperature" in message for message in messages), "a flag stays above the file"
+
+
+def table(tmp_path: Path, **settings: str) -> Path:
+    """Write a --models file: models by name, with lines of settings."""
+    file = tmp_path / "models.toml"
+    blocks = [
+        f'[[model]]\npath = "{MODEL_PATH}"\nname = "{name}"\n{lines}\n'
+        for name, lines in settings.items()
+    ]
+    file.write_text("\n".join(blocks))
+    return file
+
+
+def test_sighup_reloads_settings_of_several_models(tmp_path: Path) -> None:
+    common, log = tmp_path / "serve.toml", tmp_path / "log"
+    common.write_text('max-tokens = 3\nmemory-limit = "200MB"\n')
+    models = table(tmp_path, loaded="max-tokens = 2", plain="", away="")
+    flags = ("--models", str(models), "--config", str(common), "--log-format", "json")
+
+    def reload() -> None:
+        before = log.read_text().count('"--max-tokens is now')
+        made.running.send_signal(signal.SIGHUP)
+        wait_until(lambda: log.read_text().count('"--max-tokens is now') > before, SOON)
+
+    with serving(tmp_path / "out", log, *flags) as made:
+        assert [words(made.url, name) for name in ("loaded", "plain")] == [2, 3]
+        table(tmp_path, loaded="max-tokens = 4", plain="max-batch-size = 2", new="")
+        common.write_text('max-tokens = 6\nmemory-limit = "150MB"\n')
+        reload()
+        assert [words(made.url, name) for name in ("loaded", "plain", "away")] == [4, 6, 6]
+        wait_until(lambda: "--memory-limit is now 150MB" in log.read_text(), SOON)
+        limit = "penstock_memory_limit_bytes 1.5e+08"
+        wait_until(lambda: limit in httpx.get(f"{made.url}/metrics").text, SOON)
+        models.write_text("[[model]]\n")
+        common.write_text("max-tokens = 5\n")
+        reload()
+        assert [words(made.url, name) for name in ("loaded", "plain", "away")] == [4, 5, 5]
+    messages = [json.loads(line)["message"] for line in log.read_text().splitlines()]
+    assert "max-tokens of loaded is now 4" in messages
+    later = [message for message in messages if "after a restart" in message]
+    assert later == [
+        "the changes of away, new, plain in --models take effect after a restart",
+        "the change of --memory-limit takes effect after a restart",
+    ]
+    assert any("--models was not reloaded; keeping the previous" in text for text in messages)

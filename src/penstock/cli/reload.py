@@ -1,16 +1,18 @@
-"""Reload of a running server's settings: SIGHUP rereads --keys and --config."""
+"""Reload of a running server's settings: SIGHUP rereads --keys, --config and --models."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from penstock import config
+from penstock.cli.model_table import TableModel
 from penstock.cli.settings_file import read_toml
 from penstock.cli.settings_options import size_bytes
 from penstock.errors import PenstockError, SettingError
@@ -92,6 +94,56 @@ class ReloadedFile:
             logger.warning("--%s is now %s", _flag(name), values.get(name, "the default"))
         for name in sorted(names - applied):
             logger.warning("the change of --%s takes effect after a restart", _flag(name))
+
+
+class ReloadedTable:
+    """Models of a running server, and the --models file with their settings.
+
+    Args:
+        models: the models that are served.
+        read: function that reads them again.
+    """
+
+    def __init__(
+        self, models: Sequence[TableModel], read: Callable[[], Sequence[TableModel]]
+    ) -> None:
+        self.models = tuple(models)
+        self._read = read
+        self._table = {model.name: model for model in models}
+
+    def reload(self) -> None:
+        """Update the settings of `models`, and log the changes that need a restart."""
+        try:
+            table = {model.name: model for model in self._read()}
+        except SettingError as error:
+            logger.error("--models was not reloaded; keeping the previous settings: %s", error)
+            return
+        before, self._table = self._table, table
+        later = before.keys() ^ table.keys()
+        for name in before.keys() & table.keys():
+            old, new = (_changeable(models[name]) for models in (before, table))
+            for key in sorted(old.keys() | new.keys()):
+                if old.get(key) != new.get(key):
+                    value = new.get(key, "the default")
+                    logger.warning("%s of %s is now %s", _flag(key), name, value)
+            if _with(before[name], {}) != _with(table[name], {}):
+                later.add(name)
+        if later:
+            names = ", ".join(sorted(later))
+            logger.warning("the changes of %s in --models take effect after a restart", names)
+        self.models = tuple(
+            _with(model, _changeable(table[model.name])) if model.name in table else model
+            for model in self.models
+        )
+
+
+def _changeable(model: TableModel) -> dict[str, Any]:
+    return {key: value for key, value in model.answering.items() if key in CHANGEABLE}
+
+
+def _with(model: TableModel, changeable: dict[str, Any]) -> TableModel:
+    fixed = {key: value for key, value in model.answering.items() if key not in CHANGEABLE}
+    return replace(model, answering=fixed | changeable)
 
 
 def _value(values: dict[str, Any], name: str) -> Any:

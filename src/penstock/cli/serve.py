@@ -94,6 +94,7 @@ def serve(
     _check_template(chat_template, in_ray)
     set_up_logs(settings)
     options.warn_of_slow_blas(load_blas())
+    reloaded = None if config_file is None else ReloadedFile(config_file, context)
     several_given = bool(more_models) or models_file is not None
     encoder = None if several_given else lone_encoder(model, model_name)
     if encoder is not None:
@@ -106,7 +107,15 @@ def serve(
             chat_template=chat_template,
         )
         with _listening(settings) as listener:
-            serve_several([encoder], settings, limits, listener, _stopped_by_signals, any_name=True)
+            serve_several(
+                [encoder],
+                settings,
+                limits,
+                listener,
+                _stopped_by_signals,
+                any_name=True,
+                reloaded=reloaded,
+            )
         return
     if several_given:
         check_several(
@@ -119,16 +128,25 @@ def serve(
         )
         options.check_writable("--ssd-cache-dir", cache_folder)
         given = [] if models_file is not None and model == flags.EMBEDDED else [model]
-        several = table_models(
+        read = partial(
+            table_models,
             [*given, *(more_models or [])],
             models_file,
             weights_dtype=weights_dtype,
             model_source=model_source,
             chat_template=chat_template,
         )
+        several = read()
         with _listening(settings) as listener:
             serve_several(
-                several, settings, limits, listener, _stopped_by_signals, any_name=any_model_name
+                several,
+                settings,
+                limits,
+                listener,
+                _stopped_by_signals,
+                any_name=any_model_name,
+                reloaded=reloaded,
+                read=None if models_file is None else read,
             )
         return
     name = model_name or name_of(model)
@@ -178,7 +196,6 @@ def serve(
                 return
         elif pipeline:
             raise SettingError(ALONE)
-        reloaded = None if config_file is None else ReloadedFile(config_file, context)
         with _listening(settings) as listener:
             embedded = model == flags.EMBEDDED
             others = _downloaded_lines if embedded else list

@@ -16,6 +16,7 @@ from penstock import __version__, config
 from penstock.cli import options
 from penstock.cli.banner import url_of
 from penstock.cli.model_table import TableModel, name_of, table_models
+from penstock.cli.reload import ReloadedFile, ReloadedTable
 from penstock.errors import ModelError, SettingError
 from penstock.memory.sizes import format_bytes
 from penstock.models.encoder_types import ENCODER_NOTE, WRITING
@@ -72,7 +73,10 @@ def serve_several(
     stopped_by_signals: Callable[[Server], AbstractContextManager[None]],
     *,
     any_name: bool,
+    reloaded: ReloadedFile | None,
+    read: Callable[[], Sequence[TableModel]] | None = None,
 ) -> None:
+    """Serve models; SIGHUP calls `read` for their new settings."""
     # As in `serve`: mlx-lm takes a second to import.
     from penstock.engine.settings import checked
     from penstock.pool.model_pool import ModelPool
@@ -85,7 +89,7 @@ def serve_several(
     limit_bytes = checked({"memory_limit": limits.get("memory_limit")}).memory_limit
     served = []
     for model in models:
-        own = settings.model_copy(update=model.answering)
+        own = _own(model, settings)
         check_names(own.tool_parser, own.reasoning_parser)
         adapters = tuple(model.adapters)
         served.append(ServedModel(model.name, own, model.aliases, adapters, model.kinds))
@@ -100,17 +104,36 @@ def serve_several(
         stuck=several.stuck,
     ) as several.pool:
         server = Server(several, several.app())
+        table = None if read is None else ReloadedTable(models, read)
+
+        def change(changed: config.ServerSettings) -> None:
+            now = models if table is None else table.models
+            several.change(changed, {model.name: _own(model, changed) for model in now})
+
+        def reload() -> None:
+            several.access.reload()
+            if table is not None:
+                table.reload()
+                change(several.settings)
+            if reloaded is not None:
+                pool = several.pool
+                reloaded.reload(several.settings, change, lambda n: pool.set_limit(n).result())
+
         with stopped_by_signals(server):
             console = Console(highlight=False, markup=False, force_terminal=sys.stdout.isatty())
             for line in _lines(models, settings, limit_bytes, listener.getsockname()[1]):
                 console.print(line, soft_wrap=True)
             sys.stdout.flush()
-            if settings.keys is not None:
-                signal.signal(signal.SIGHUP, lambda *_: several.access.reload())
+            if settings.keys is not None or reloaded is not None or table is not None:
+                signal.signal(signal.SIGHUP, lambda *_: reload())
             for model in models:
                 if model.pin:
                     several.pool.load(model.name)
             server.run(sockets=[listener])
+
+
+def _own(model: TableModel, settings: config.ServerSettings) -> config.ServerSettings:
+    return settings.model_copy(update=model.answering)
 
 
 def _spec(model: TableModel, limits: dict[str, Any]) -> PoolMember:

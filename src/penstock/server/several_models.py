@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
@@ -36,6 +37,7 @@ from penstock.server.app import OPEN_FOLDER, app_of, guard, health_router
 from penstock.server.attached_models import (
     ENCODING,
     STARTED_SECONDS,
+    AttachedModel,
     AttachedService,
     ServedModel,
     attached,
@@ -94,6 +96,7 @@ class SeveralModels:
         self._any_name = any_name
         self._names = {alias: model.name for model in models for alias in model.aliases}
         self._names |= {model.name: model.name for model in models}
+        self._attached: dict[str, AttachedModel] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_runs = threading.Event()
         self._waiting: set[Future[LoadedMember]] = set()
@@ -114,7 +117,9 @@ class SeveralModels:
             memory=self.memory,
             stored=self._stored,
         )
+        self._attached[model.name] = model.attached
         model.attached.service.draining = self.draining
+        model.attached.service.change(self._models[model.name].settings)  # changed meanwhile
 
     def stuck(self, model: LoadedMember) -> None:
         if model.attached is not None:
@@ -122,6 +127,7 @@ class SeveralModels:
 
     def closing(self, model: LoadedMember) -> None:
         if model.attached is not None:
+            del self._attached[model.name]
             model.attached.close()
 
     # ---- the process
@@ -154,6 +160,15 @@ class SeveralModels:
             service.drain(max(0.0, until - time.monotonic())) for service in self._services()
         )
 
+    def change(self, settings: ServerSettings, of_models: Mapping[str, ServerSettings]) -> None:
+        """Replace the changeable settings of the server and of each model. Takes no lock."""
+        self.settings = settings
+        self._models = {
+            name: replace(model, settings=of_models[name]) for name, model in self._models.items()
+        }
+        for name, model in list(self._attached.items()):
+            model.service.change(of_models[name])
+
     def cancel_all(self) -> None:
         for service in self._services():
             service.cancel_all()
@@ -163,8 +178,7 @@ class SeveralModels:
             service.fail_all(error)
 
     def _services(self) -> list[AttachedService]:
-        loaded = (model.attached for model in self.pool.loaded().values())
-        return [model.service for model in loaded if model is not None]
+        return [model.service for model in list(self._attached.values())]
 
     # ---- the application
 

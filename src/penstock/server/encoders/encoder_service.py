@@ -73,6 +73,10 @@ class EncoderService:
     def kinds(self) -> list[str]:
         return list(EMBEDDING if self.spec.embeds else RERANK)
 
+    def change(self, settings: ServerSettings) -> None:
+        """Replace the timeouts, from the next request on."""
+        self.settings = settings
+
     async def work(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function that reads a body or texts in a worker."""
         return await self.workers.read(call, *args, **kwargs)
