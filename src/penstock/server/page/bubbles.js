@@ -9,7 +9,7 @@ import { image, parted } from "./pictures.js";
 export function questionBubble(content, edit) {
   const { urls, text } = parted(content);
   const words = "Edit, and go on from here";
-  const pen = make("button", { type: "button", class: "edit square", "aria-label": words, title: words }, "✎");
+  const pen = make("button", { type: "button", class: "edit square note", "aria-label": words, title: words }, "✎");
   pen.addEventListener("click", edit);
   return make("article", { class: "message user", "aria-label": "You" }, ...urls.map((url) => image(url)), make("p", { class: "text verbatim" }, text), pen);
 }
