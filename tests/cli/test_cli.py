@@ -204,6 +204,7 @@ def test_bad_blas_setting_gives_one_line_warning() -> None:
             "No such command 'nosuch'. penstock bench --help lists the commands.",
         ),
         (["generate"], "Missing argument"),
+        (["cache", "ls"], "Missing option '--ssd-cache-dir' or PENSTOCK_SSD_CACHE_DIR."),
         (["generate", "x", "--bogus"], "No such option"),
         (["serve", "--offline"], "--offline goes before the command"),
         (["serve", "--port", "99999"], "penstock: --port 99999: must be at most 65535"),

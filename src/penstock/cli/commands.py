@@ -57,6 +57,8 @@ app.command()(doctor.doctor)
 
 SEVERAL = re.compile(r"(Did you mean '[^']*')(?:, '[^']*')+\?")
 """Pattern of the parser's message that suggests several commands, nearest first."""
+VARIABLE = re.compile(r"\(env var: '\['(\w+)'\]'\)")
+"""Pattern of the parser's hint at an environment variable, in quotes and brackets."""
 UNLISTED = r"Missing command\.|No such command '.*'\."
 """Pattern of the parser's messages about a missing or unknown command."""
 
@@ -133,7 +135,7 @@ def _refusal(error: typer.TyperException) -> str:
     wrong, known = getattr(error, "option_name", None), getattr(error, "possibilities", None)
     if not wrong:
         message, context = _wrong_value(error), getattr(error, "ctx", None)
-        message = SEVERAL.sub(r"\1?", message)
+        message = VARIABLE.sub(r"or \1", SEVERAL.sub(r"\1?", message))
         if context is not None and re.fullmatch(UNLISTED, message):
             message += f" {context.command_path} --help lists the commands."
         return message
