@@ -456,7 +456,7 @@ def test_eight_conversations_store_shared_prompt_once() -> None:
     """And their own tokens: within 10 %, at every decode step."""
     shared, own, said = 2_000, 100, 40
     case = CASES[0]
-    with watched(case, max_batch_size=8) as watch:
+    with watched(case, max_batch_size=8, max_stall_ms=0) as watch:
         core = watch.core
         token_bytes = core.view.token_bytes
         beside = weights_bytes_of(core) + core.tails.nbytes

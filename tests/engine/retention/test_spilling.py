@@ -306,7 +306,7 @@ def test_layer_waits_for_tier_at_most_once_per_step(
         monkeypatch.setattr(choice_reader, "held_for", one_by_one)
         monkeypatch.setattr(selected_reads, "loaded", lambda choice, rows, blocks, layer: rows)
     prompts = [OTHER, (*OTHER[:500], 5, 6, 7)]
-    with running(tmp_path) as core:
+    with running(tmp_path, max_stall_ms=0) as core:
         requests, most = Requests(core, monkeypatch), 0
         handles = [cold_engine.submit(core, asked, max_tokens=16) for asked in prompts]
         for asked in requests.of_decode_steps():
