@@ -26,7 +26,7 @@ from penstock.attention.selection.rotations import TABLE_BLOCKS, Rotation, rotat
 from penstock.caches.factory import _with_keys
 from penstock.engine.core import Core
 from penstock.models.loading import load
-from penstock.plugins.cpu.center_loops import center_loop
+from penstock.plugins.cpu.center_loops import cached_center_loop
 from penstock.recall import MODEL_PATH
 
 HEADS, DIM = 2, 32
@@ -116,17 +116,19 @@ def test_scores_include_subtracted_centers(m: int, name: str, compiled: bool) ->
     first, stop = TABLE_BLOCKS - 3, TABLE_BLOCKS + 5
     taken = centers.between(first * BLOCK_TOKENS, stop * BLOCK_TOKENS)
     scores = centers.scores(
-        queries, slice(None), first, stop, loop=center_loop() if compiled else None
+        queries, slice(None), first, stop, loop=cached_center_loop() if compiled else None
     )
     by_token = queries @ taken.swapaxes(1, 2)
     assert np.allclose(scores.repeat(BLOCK_TOKENS, axis=-1), by_token, atol=1e-4)
     if compiled:  # lanes share the heads of a row
-        alone = centers.scores(queries[1:], slice(1, None), first, stop, loop=center_loop())
+        alone = centers.scores(queries[1:], slice(1, None), first, stop, loop=cached_center_loop())
         assert np.array_equal(alone, scores[1:]), "a head's scores depend on another's"
     inside = centers.between(first * BLOCK_TOKENS + 7, first * BLOCK_TOKENS + 40)
     assert np.array_equal(inside, taken[:, 7:40])
     (table,) = rotation._tables
-    centers.scores(queries, slice(None), first, stop, loop=center_loop() if compiled else None)
+    centers.scores(
+        queries, slice(None), first, stop, loop=cached_center_loop() if compiled else None
+    )
     assert rotation._tables[0] is table and len(rotation._tables) == 1, "one is made twice"
     made = 4 * 8 * TABLE_BLOCKS * 2 * len(rotation.channels[0])
     assert table.nbytes + made == rotation.table_bytes(TABLE_BLOCKS * BLOCK_TOKENS)
@@ -141,7 +143,7 @@ def test_center_scores_are_correct_up_to_a_million_tokens(compiled: bool) -> Non
     centers = KeyCenters(draw.normal(size=(HEADS, DIM)).astype(np.float32), rotation)
     queries = draw.normal(size=(HEADS, 2, DIM)).astype(np.float32)
     last = 2**20 // BLOCK_TOKENS
-    loop = center_loop() if compiled else None
+    loop = cached_center_loop() if compiled else None
     scores = centers.scores(queries, slice(None), 1, last, loop=loop)
     for first in (1, TABLE_BLOCKS - 1, 7 * TABLE_BLOCKS + 1, last - 40):
         taken = centers.between(first * BLOCK_TOKENS, (first + 40) * BLOCK_TOKENS)

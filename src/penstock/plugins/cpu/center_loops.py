@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from penstock.attention.selection.rotations import TABLE_BLOCKS, TILE_BLOCKS
+from penstock.plugins.cpu.cached_loops import CachedLoop
 from penstock.plugins.cpu.index_products import QUERIES, center_product
 
 
@@ -101,3 +102,9 @@ def center_loop() -> Any:
                     ]
 
     return score
+
+
+@cache
+def cached_center_loop() -> CachedLoop:
+    """Return `center_loop` with cached machine code; see `Rotation.sums`."""
+    return CachedLoop("score centers", "f3 f2 i1 i1 i1 f3 f2 i f3", center_loop)

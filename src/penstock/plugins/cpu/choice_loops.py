@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -18,7 +19,6 @@ import numpy.typing as npt
 
 from penstock.attention.selection.choice_blocks import BLOCK_TOKENS, FIRST_BLOCKS
 from penstock.attention.selection.rest_reads import Sinks
-from penstock.attention.selection.rotations import Rotation
 from penstock.attention.selection.spilled_reads import Located
 from penstock.kv.codecs.coded import Coded
 from penstock.kv.codecs.spilled import is_spilled
@@ -28,7 +28,8 @@ from penstock.kv.numpy_arrays import Floats, Integers
 from penstock.kv.segment import Segment
 from penstock.plugins.cpu.attending_loops import PLACES, attend_loop, locate_loop
 from penstock.plugins.cpu.attention_tiles import FLOAT_BYTES, LANES, converts_halves
-from penstock.plugins.cpu.center_loops import center_loop
+from penstock.plugins.cpu.cached_loops import CachedLoop
+from penstock.plugins.cpu.center_loops import cached_center_loop
 from penstock.plugins.cpu.choosing_loops import choose_loop
 from penstock.plugins.cpu.compiled import has_numba
 from penstock.plugins.cpu.rest_loops import CODES, rest_loop, units_of
@@ -67,35 +68,16 @@ class ChoiceLoops:
     """Number of signs per token in the index."""
     key_dim: int
     value_dim: int
-    _choose: Any
-    _locate: Any
-    _attend: Any
-    _rest: Any
+    _choose: CachedLoop
+    _locate: CachedLoop
+    _attend: CachedLoop
+    _rest: CachedLoop | None
 
     def compile(self) -> None:
-        """Compile all loops, which takes some seconds and 200 MB for the compiler."""
-        held = [
-            np.zeros((1, 2 * BLOCK_TOKENS, width), kind)
-            for width, kind in (
-                (self.key_dim, np.float32),
-                (self.value_dim, np.float32),
-                (self.signs // 32, np.uint32),
-                (1, np.float16),
-                (padded(self.value_dim) // CODES, np.uint32),
-                (1, np.float16),
-            )
-        ]
-        sides = np.array([side_addresses(array) for array in (*held, None)], np.int64)
-        spans = SpanTable(np.array([0, 2 * BLOCK_TOKENS], np.int64), sides[None])
-        whole, units = np.zeros((1, 1, self.signs // 2), np.float32), np.ones((1, 1, 1), np.float32)
-        blocks = self.choose(whole, units, spans, 2, 1)
-        query = np.zeros((1, 1, self.key_dim), np.float32)
-        self.locate(spans, blocks, 1)
-        self.attend(query, spans, blocks, 1, None)
-        Rotation.none(self.key_dim).sums(query, query[0], 0, 1, loop=center_loop())
-        if self._rest is not None:
-            squares = np.zeros((1, 1), np.float32)
-            self.rest(np.zeros((1, 1, self.signs), np.float32), squares, spans, 2, blocks)
+        """Load or compile all loops; compiling takes some seconds and 200 MB for the compiler."""
+        for loop in (self._choose, self._locate, self._attend, self._rest, cached_center_loop()):
+            if loop is not None:
+                loop.compile()
 
     def choose(
         self,
@@ -199,7 +181,8 @@ class ChoiceLoops:
         mixed = np.zeros((heads, m, padded(self.value_dim)), np.float32)
         given = x, units_of(x), squares, _centers(x, stop, centers)
         where = spans.sides, spans.starts, first_head, blocks, stop
-        self._rest(*given, *where, (tops, totals), mixed)
+        assert self._rest is not None
+        self._rest(*given, *where, tops, totals, mixed)
         with np.errstate(divide="ignore"):
             sums: Floats = tops + np.log(totals)
         mixed /= np.maximum(totals, np.finfo(np.float32).tiny)[..., None]
@@ -277,7 +260,26 @@ def choice_loops(
     """Return the loops for keys and values of the given sizes; None without Numba."""
     if not has_numba():
         return None
-    words = signs // 32
-    rest = rest_loop(words, padded(value_dim) // CODES) if with_values else None
-    loops = choose_loop(words), locate_loop(), attend_loop(key_dim, value_dim), rest
+    choose, locate, attend, rest = _cached_loops(signs // 32, key_dim, value_dim)
+    loops = choose, locate, attend, rest if with_values else None
     return ChoiceLoops(signs, key_dim, value_dim, *loops)
+
+
+@cache
+def _cached_loops(words: int, key_dim: int, value_dim: int) -> tuple[CachedLoop, ...]:
+    choose = CachedLoop(
+        f"choose blocks {words}", "f3 f3 f3 i3 i1 i i i2", partial(choose_loop, words)
+    )
+    locate = CachedLoop("locate blocks", "i3 i1 i i2 i s2 u3", locate_loop)
+    attend = CachedLoop(
+        f"attend to blocks {key_dim} {value_dim}",
+        "f3 i3 i1 i i2 i i f2 i3 f3",
+        partial(attend_loop, key_dim, value_dim),
+    )
+    value_words = padded(value_dim) // CODES
+    rest = CachedLoop(
+        f"attend to the rest {words} {value_words}",
+        "f3 f3 f2 f3 i3 i1 i i2 i f2 f2 f3",
+        partial(rest_loop, words, value_words),
+    )
+    return choose, locate, attend, rest

@@ -32,7 +32,7 @@ from penstock.kv.columns import Side
 from penstock.kv.numpy_arrays import Floats, Integers
 from penstock.plugins.cpu.attending_loops import PLACES
 from penstock.plugins.cpu.attention_tiles import FLOAT_BYTES
-from penstock.plugins.cpu.center_loops import center_loop
+from penstock.plugins.cpu.center_loops import cached_center_loop
 from penstock.plugins.cpu.choice_jobs import choice_job
 from penstock.plugins.cpu.choice_loops import (
     ChoiceLoops,
@@ -72,13 +72,13 @@ class LoopReader(ChoiceReader):
         self.groups = group_loops(loops.key_dim, loops.value_dim, loops.signs)
 
     def prepare(self) -> None:
-        """See `ChoiceReader`; takes some seconds and 200 MB for the compiler."""
+        """See `ChoiceReader`; takes some seconds and 200 MB for the compiler at the first start."""
         self.loops.compile()
         if not self.selection.index.with_values:
             choice_job(self.loops.key_dim)  # of layers with packed weights
 
     def prepare_chunks(self) -> None:
-        """See `ChoiceReader`; takes some seconds, too."""
+        """See `ChoiceReader`; takes some seconds at the first start, too."""
         self.groups.compile()
 
     def score_bytes(self, heads: int, kv_heads: int) -> int:
@@ -259,7 +259,10 @@ class _HostQuery:
         sinks = None
         if asked.sinks is not None:
             sinks = np.array(asked.sinks.astype(mx.float32)).reshape(len(queries), -1)
-        return cls(asked, queries, whole, units * np.float32(0.5), tail, sinks)
+        units = np.ascontiguousarray(units) * np.float32(0.5)
+        return cls(
+            asked, np.ascontiguousarray(queries), np.ascontiguousarray(whole), units, tail, sinks
+        )
 
     @property
     def is_readable(self) -> bool:
@@ -367,7 +370,9 @@ class _IndexQuery:
         cls, selection: Selection, asked: _HostQuery, spans: SpanTable, heads: slice
     ) -> _IndexQuery:
         row, layer = asked.asked.row, asked.asked.layer
-        centers = selection.center_scores(row, asked.queries, layer, heads, loop=center_loop())
+        centers = selection.center_scores(
+            row, asked.queries, layer, heads, loop=cached_center_loop()
+        )
         stop = selection.recent_start(row.position) // BLOCK_TOKENS
         return cls(asked, heads, spans, stop, centers)
 

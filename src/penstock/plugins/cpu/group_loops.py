@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -21,12 +21,12 @@ from penstock.config.defaults import ATTEND_GROUP_TOKENS
 from penstock.kv.numpy_arrays import Floats, Integers
 from penstock.plugins.cpu.attending_loops import PLACES, list_loop
 from penstock.plugins.cpu.attention_tiles import (
-    FLOAT_BYTES,
     HALF_BYTES,
     LANES,
     UNSEEN,
     widen_function,
 )
+from penstock.plugins.cpu.cached_loops import CachedLoop
 from penstock.plugins.cpu.center_loops import center_loop
 from penstock.plugins.cpu.choice_loops import SpanTable
 from penstock.plugins.cpu.choosing_loops import choose_loop
@@ -83,29 +83,13 @@ class GroupLoops:
     value_dim: int
     words: int
     """Words of the index of a token's key."""
-    _choose: Any
-    _attend: Any
+    _choose: CachedLoop
+    _attend: CachedLoop
 
     def compile(self) -> None:
-        """Compile all loops in advance: takes some seconds."""
-        tokens, words = 2 * BLOCK_TOKENS, self.words
-        sides = [np.zeros((1, tokens, dim), np.float32) for dim in (self.key_dim, self.value_dim)]
-        codes, sizes = np.zeros((1, tokens, words), np.uint32), np.zeros((1, tokens), np.float16)
-        addresses = np.zeros((1, PLACES + 1, 2), np.int64)
-        arrays: list[npt.NDArray[Any]] = [*sides, codes, sizes]
-        for place, array in enumerate(arrays):
-            addresses[0, place, 0] = array.ctypes.data
-        spans = SpanTable(np.array([0, tokens], np.int64), addresses)
-        asking = np.zeros((1, 1, 1, self.key_dim), np.float32)
-        queries = GroupQueries(
-            asking[0], tokens - 1, np.array([[0, 1]]), asking,
-            np.zeros((1, 1, 1, 16 * words), np.float32), np.ones((1, 1, 1, 1), np.float32),
-            np.array([2]), None, FLOAT_BYTES,
-        )  # fmt: skip
-        chosen = self.choose(queries, spans, 0, slice(None), 1, None)
-        mixed = np.empty((1, 1, self.value_dim), np.float32)
-        self.attend(queries, spans, 0, slice(None), chosen, mixed)
-        del arrays  # alive until here
+        """Load or compile all loops in advance; compiling takes some seconds."""
+        self._choose.compile()
+        self._attend.compile()
 
     def choose(
         self,
@@ -131,10 +115,12 @@ class GroupLoops:
         if centers is None:
             centers = Rotation.none(self.key_dim), np.zeros((head + 1, self.key_dim), np.float32)
         rotation, vectors = centers
-        tables = *rotation.channels, *rotation.turns(int(stops.max()))
-        asked = tuple(x[head, groups] for x in (queries.whole, queries.units, queries.asking))
-        where = (spans.sides, spans.starts), head, stops
-        self._choose(asked, vectors[head : head + 1], tables, *where, chosen)
+        asked: list[npt.NDArray[Any]] = [
+            x[head, groups] for x in (queries.whole, queries.units, queries.asking)
+        ]
+        turns = rotation.turns(int(stops.max()))
+        turned: list[npt.NDArray[Any]] = [vectors[head : head + 1], *rotation.channels, *turns]
+        self._choose(*asked, *turned, spans.sides, spans.starts, head, stops, chosen)
         return chosen
 
     def attend(
@@ -164,17 +150,26 @@ class GroupLoops:
         heads = queries.queries.shape[1]
         sinks = np.full(heads, UNSEEN, np.float32) if queries.sinks is None else queries.sinks
         per_head = heads // len(queries.asking)
-        read, where = (chosen, queries.stops[groups], spilled), (head, per_head, queries.nbytes)
         rows = queries.queries, queries.first, queries.groups[groups]
-        self._attend(*rows, read, (spans.sides, spans.starts), where, sinks, mixed)
+        read = chosen, queries.stops[groups], spilled, spans.sides, spans.starts
+        self._attend(*rows, *read, head, per_head, queries.nbytes, sinks, mixed)
 
 
 @cache
 def group_loops(key_dim: int, value_dim: int, signs: int) -> GroupLoops:
     """Return the loops for keys and values of a size, with `signs` signs of a key in the index."""
     words = signs // 32
-    loops = _choose_loop(words), _attend_loop(key_dim, value_dim)
-    return GroupLoops(key_dim, value_dim, words, *loops)
+    choose = CachedLoop(
+        f"choose groups {words}",
+        "f3 f3 f3 f2 i1 i1 i1 f3 f2 i3 i1 i i1 i2",
+        partial(_choose_loop, words),
+    )
+    attend = CachedLoop(
+        f"attend groups {key_dim} {value_dim}",
+        "f3 i i2 i2 i1 i3 i3 i1 i i i f1 f3",
+        partial(_attend_loop, key_dim, value_dim),
+    )
+    return GroupLoops(key_dim, value_dim, words, choose, attend)
 
 
 def group_tasks(kv_heads: int, groups: int, threads: int) -> list[GroupTask]:
@@ -192,9 +187,10 @@ def _choose_loop(words: int) -> Any:
     choose, center, first = choose_loop(words), center_loop(), FIRST_BLOCKS
 
     @njit(nogil=True)
-    def choose_all(asked, vectors, tables, spans, head, stops, chosen):  # type: ignore[no-untyped-def]
-        (whole, units, asking), (sides, starts) = asked, spans
-        one, other, still, table, turns = tables
+    def choose_all(  # type: ignore[no-untyped-def]
+        whole, units, asking, vectors, one, other, still, table, turns, sides, starts, head, stops,
+        chosen,
+    ):  # fmt: skip
         for group in range(len(chosen)):
             part, stop = slice(group, group + 1), stops[group]
             beside = np.empty((1, whole.shape[1], stop - first), np.float32)
@@ -293,8 +289,10 @@ def _attend_loop(key_dim: int, value_dim: int) -> Any:
     width = state_vectors(value_dim)
 
     @njit(nogil=True)
-    def attend(queries, first, groups, read, spans, where, sinks, mixed):  # type: ignore[no-untyped-def]
-        (chosen, stops, spilled), (head, per_head, nbytes) = read, where
+    def attend(  # type: ignore[no-untyped-def]
+        queries, first, groups, chosen, stops, spilled, sides, starts, head, per_head, nbytes,
+        sinks, mixed,
+    ):  # fmt: skip
         panels = np.empty((per_head * vectors, key_dim, lanes), np.float32)
         states = np.empty((per_head * vectors, width, lanes), np.float32)
         keys = np.zeros((tile + together, key_dim), np.float32)
@@ -317,7 +315,7 @@ def _attend_loop(key_dim: int, value_dim: int) -> Any:
             for place in range(count):
                 elsewhere = spilled[group, place] if spilled.shape[1] > 0 else nowhere
                 tokens, span = take_tokens(
-                    spans, head, blocks[place], stop, span, nbytes, elsewhere,
+                    (sides, starts), head, blocks[place], stop, span, nbytes, elsewhere,
                     (keys, values, places), tokens,
                 )  # fmt: skip
                 if tokens + block_tokens <= tile and place + 1 < count:

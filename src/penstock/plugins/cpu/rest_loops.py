@@ -215,8 +215,9 @@ def rest_loop(words: int, value_words: int) -> Any:
         return top
 
     @njit(nogil=True)
-    def rest(x, units, squares, centers, sides, starts, first_head, chosen, stop, done, mixed):  # type: ignore[no-untyped-def]
-        tops, totals = done
+    def rest(  # type: ignore[no-untyped-def]
+        x, units, squares, centers, sides, starts, first_head, chosen, stop, tops, totals, mixed
+    ):  # fmt: skip
         heads, queries, _ = x.shape
         tables = np.empty((-(-queries // lanes), 4 * words, 256), np.int64)
         weights, bits = np.empty((queries, most), np.float32), np.empty((2, most), np.int32)
