@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -77,3 +78,24 @@ def test_probabilities_are_bit_identical_under_concurrent_load(
     assert {name: beside[name] for name in QUESTIONS} == alone
     changed = post(packed, "/v1/systemone", state=state + ".", questions=QUESTIONS)["answers"]
     assert changed != alone  # negative control
+
+
+def test_probabilities_match_logprobs_of_chat(packed: Running, prose: list[str]) -> None:
+    """The prompts have the same tokens, also where the state and a question meet."""
+    state = prose[0]
+    for subject in ("software", "music", "a river"):
+        asked = {"type": "noul", "instructions": f"Is this about {subject}?"}
+        answers = post(packed, "/v1/systemone", state=state, questions={"q": asked})["answers"]
+        text = f"Question: Is this about {subject}?\nAnswer with Yes or No only."
+        chat = post(
+            packed,
+            "/v1/chat/completions",
+            messages=[{"role": "user", "content": f"{state}\n\n{text}"}],
+            max_tokens=1,
+            logprobs=True,
+            top_logprobs=20,
+        )
+        (token,) = chat["choices"][0]["logprobs"]["content"]
+        top = {entry["token"]: entry["logprob"] for entry in token["top_logprobs"]}
+        share = 1 / (1 + math.exp(top["No"] - top["Yes"]))
+        assert answers["q"]["noul"] == pytest.approx(share, rel=1e-4)

@@ -46,6 +46,7 @@ LEFT_OUT = {
     "serve": "takes longer than all others",
     "restore": "times the disk",
     "switch": "needs a real model",
+    "decide": "needs a real model",
     "embed": "needs sentence-transformers",
     "remember": "counts right answers, and times nothing",
     "store": "compares with vllm-mlx, where that is installed",

@@ -10,6 +10,7 @@ from penstock_bench.cli import (
     agents_command,
     all_command,
     cache_commands,
+    decide_command,
     embed_command,
     engine_commands,
     index_commands,
@@ -39,6 +40,7 @@ app.command()(engine_commands.restore)
 app.command()(serve_command.serve)
 app.command()(switch_command.switch)
 app.command()(embed_command.embed)
+app.command()(decide_command.decide)
 app.command()(index_commands.lookup)
 app.command()(index_commands.trace)
 app.command()(index_commands.cluster)

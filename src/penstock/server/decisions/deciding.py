@@ -111,32 +111,34 @@ class Decider:
             raise BadRequest(
                 "the model's chat template does not write a message exactly once and unchanged"
             )
-        state = prompts.tokens(start, "input", special=False)
+        # The break belongs to the questions: at the end of a text it can be other tokens.
+        between = self._asked.between if start.endswith(self._asked.between) else ""
+        state = prompts.tokens(start.removesuffix(between), "input", special=False)
         rest += _closing(prompts, (*state, *prompts.tokens(rest, "input", special=False)))
         known: dict[str, Tokens] = {}
         return [
-            self._leaf(place, question, state, rest, known)
+            self._leaf(place, between + question.text + rest, question.options, state, known)
             for place, question in self._asked.questions.items()
         ]
 
     def _leaf(
         self,
         place: str,
-        question: ReadQuestion,
+        text: str,
+        options: Sequence[Option],
         state: Tokens,
-        rest: str,
         known: dict[str, Tokens],
     ) -> _Leaf:
         prompts = self._service.prompts
-        asked = prompts.tokens(question.text + rest, place, special=False)
-        for option in question.options:
+        asked = prompts.tokens(text, place, special=False)
+        for option in options:
             if option.text not in known:
                 known[option.text] = prompts.tokens(option.text, place, special=False)
         try:
-            options = OptionTokens([known[option.text] for option in question.options], self._ends)
+            read = OptionTokens([known[option.text] for option in options], self._ends)
         except ValueError as error:
             raise BadRequest(f"{place}: {error}", param=place, code="invalid_value") from None
-        return _Leaf((*state, *asked), options)
+        return _Leaf((*state, *asked), read)
 
     @property
     def _ends(self) -> list[int]:
