@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from test_all_benches import SMALL, commands, split
 
 from penstock.cli import main
+from penstock.recall import MODEL_PATH
 from penstock_bench.cli import mac_command
 from penstock_bench.cli.mac_command import RECORDED
 
@@ -33,6 +35,31 @@ def test_record_is_one_file_and_failed_bench_exits_with_2(
     assert "1 x 64" in json.dumps(record["benches"][2]["records"])
     shown = capfd.readouterr().out
     assert f"failed: penstock {' '.join(wrong)}" in shown and str(out) in shown
+
+
+def test_missing_model_is_refused_before_benches(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "mac", "--model", "no/such/folder"]) == 2
+    assert "there is no no/such/folder" in capfd.readouterr().err
+
+
+def test_record_on_own_model_has_its_name_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "private" / "mine"
+    shutil.copytree(MODEL_PATH, folder)
+    single = ("bench", "single", "--prompt", "64", "--rounds", "1", "--longest", "0")
+    hit = ("bench", "hit", "--tokens", "256", "--rounds", "1")
+    shared = ("bench", "shared-prefix", "--prefix", "64", "--rounds", "1", "--cold-rounds", "0")
+    shared += ("--conversations", "2")
+    monkeypatch.setattr(mac_command, "RECORDED", (single, hit, shared))
+    out = tmp_path / "record.json"
+    assert main(["bench", "mac", "--model", str(folder), "--out", str(out)]) == 0
+    record = json.loads(out.read_text())["benches"]
+    assert [bench["command"].endswith("--model mine") for bench in record] == [True] * 3
+    models = [bench["records"][0]["raw"]["model"] for bench in record]
+    assert [model["name"] for model in models] == ["mine"] * 3
+    assert {model["kv_bytes_per_token"] for model in models} == {2_048}
+    assert "private" not in out.read_text()
 
 
 def test_missed_goals_do_not_fail_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from penstock_bench.comparison import Comparison, compare, figures, ratios, size
@@ -26,7 +26,7 @@ RESOLUTION = 0.01
 class HitLoad:
     """Sizes in tokens."""
 
-    model: ModelChoice = ModelChoice.RANDOM
+    model: str = ModelChoice.RANDOM
     llama: LlamaShape = field(default_factory=LlamaShape)
     known_tokens: int = 8_192
     decode_tokens: int = 12
@@ -55,7 +55,9 @@ def measure(load: HitLoad) -> Report:
         OURS: lambda: Ours(model, 1, load.engine),
         RIVAL: lambda: Solo(model.model),
     }
-    comparison = compare(makers, load.task(model), load.rounds, alike=load.engine.exact)
+    comparison = compare(
+        makers, load.task(model), load.rounds, alike=load.engine.exact and model.exact
+    )
     return report(load, model, comparison)
 
 
@@ -144,7 +146,11 @@ def report(load: HitLoad, model: BenchModel, comparison: Comparison) -> Report:
         goal=goal,
         met=all(line.met for line in lines if line.met is not None),
         lines=lines,
-        raw={"load": asdict(load), "model": model.as_object(), "runs": comparison.as_object()},
+        raw={
+            "load": asdict(replace(load, model=model.name)),
+            "model": model.as_object(),
+            "runs": comparison.as_object(),
+        },
         dtype=model.dtype,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from random import Random
@@ -12,8 +12,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from penstock import config
-from penstock.models.loading import load
+from penstock import config, memory
+from penstock.cli.model_table import name_of
+from penstock.cli.planned_spec import limit_or_usual, read_spec
+from penstock.models.loading import load, load_all
 from penstock.models.mlx_lm import render
 from penstock.models.weight_packer import pack
 from penstock.recall import MODEL_PATH
@@ -61,6 +63,8 @@ class BenchModel:
     draw: Callable[[int, int], list[int]]
     """Returns a prompt of exactly this length: `draw(seed, tokens)`."""
     dtype: str = "float32"
+    exact: bool = True
+    """Whether all correct sides generate the same tokens: float32, and logits far apart."""
 
     @property
     def parameters(self) -> int:
@@ -90,19 +94,18 @@ def packed_model(shape: LlamaShape | None = None) -> BenchModel:
     return replace(wide, name="random llama, 4 bits", kv_bytes_per_token=halved, dtype="packed")
 
 
-def bench_model(choice: ModelChoice, shape: LlamaShape | None = None) -> BenchModel:
-    """Load the embedded model, or construct a random one of `shape`."""
+def bench_model(choice: str, shape: LlamaShape | None = None) -> BenchModel:
+    """Load a model, or construct a random one of `shape`; see `ModelChoice` and `load_all`."""
+    if choice not in list(ModelChoice):
+        return _real_model(choice)
     embedded, tokenizer = load(MODEL_PATH)
     vocabulary_size = int(embedded.args.vocab_size)
-
-    def random_tokens(seed: int, tokens: int) -> list[int]:
-        pick = Random(seed)
-        return [pick.randrange(vocabulary_size) for _ in range(tokens)]
+    random_tokens = _drawn_from(range(vocabulary_size))
 
     def dialogues(seed: int, tokens: int) -> list[int]:
         return _dialogues(tokenizer, seed, tokens)
 
-    if choice is ModelChoice.EMBEDDED:
+    if choice == ModelChoice.EMBEDDED:
         return _described("embedded", embedded, tokenizer, config.BLOCK_SIZE, dialogues)
     sizes = shape or LlamaShape()
     model = random_llama(
@@ -115,6 +118,29 @@ def bench_model(choice: ModelChoice, shape: LlamaShape | None = None) -> BenchMo
         vocabulary_size=vocabulary_size,
     )
     return _described("random llama", model, tokenizer, config.BLOCK_SIZE, random_tokens)
+
+
+def _real_model(choice: str) -> BenchModel:
+    loaded = load_all(choice)
+    spec = read_spec(choice, "auto", limit_or_usual(None)).keeping(None)
+    special = set(loaded.tokenizer.all_special_ids)
+    config_of_text = loaded.config.get("text_config", loaded.config)
+    return BenchModel(
+        name_of(choice),
+        loaded.model,
+        loaded.tokenizer,
+        len(spec.layers),
+        memory.bytes_per_token(spec),
+        int(config_of_text["num_attention_heads"]),
+        config.BLOCK_SIZE,
+        _drawn_from([i for i in range(loaded.tokenizer.vocab_size) if i not in special]),
+        dtype=spec.dtype,
+        exact=False,
+    )
+
+
+def _drawn_from(tokens: Sequence[int]) -> Callable[[int, int], list[int]]:
+    return lambda seed, count: Random(seed).choices(tokens, k=count)
 
 
 def _dialogues(tokenizer: Any, seed: int, tokens: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -40,7 +40,7 @@ GOALS = {
 class SharedPrefixLoad:
     """Sizes in tokens and sequences."""
 
-    model: ModelChoice = ModelChoice.RANDOM
+    model: str = ModelChoice.RANDOM
     llama: LlamaShape = field(default_factory=LlamaShape)
     conversations: int = 8
     prefix_tokens: tuple[int, ...] = (8_192, 2_048)
@@ -122,7 +122,7 @@ def _measure_one(load: SharedPrefixLoad, model: BenchModel, prefix_tokens: int) 
         OURS: lambda: Ours(model, load.conversations, load.engine),
         RIVAL: lambda: Knowing(model, load, prefix_tokens),
     }
-    comparison = compare(makers, task, load.rounds, alike=load.engine.exact)
+    comparison = compare(makers, task, load.rounds, alike=load.engine.exact and model.exact)
     batch = fitting_batch(model, prefix_tokens + load.suffix_tokens)
     first = Task(task.prompts, 1)
     cold = [
@@ -174,7 +174,7 @@ def report(load: SharedPrefixLoad, model: BenchModel, sharing: Mapping[int, Shar
         met=all(line.met for line in lines if line.met is not None),
         lines=lines,
         raw={
-            "load": asdict(load),
+            "load": asdict(replace(load, model=model.name)),
             "model": model.as_object(),
             "runs": {
                 names[count]: sharing_.comparison.as_object() for count, sharing_ in sharing.items()

@@ -100,6 +100,15 @@ Which: TypeAlias = Annotated[
     Literal["random", "embedded"],
     typer.Option("--model", help="A random llama of 21 million parameters, or the embedded one."),
 ]
+AnyModel: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        help="random: a llama of 21 million parameters; embedded; or a model with real weights: a "
+        "folder, a .gguf file, or a name such as smollm2.",
+        metavar="MODEL",
+    ),
+]
 KnownTokens: TypeAlias = Annotated[
     int, typer.Option("--tokens", help="Length of the cached prompt.", metavar="TOKENS", min=256)
 ]

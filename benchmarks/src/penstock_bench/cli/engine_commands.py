@@ -12,6 +12,7 @@ from penstock.cli import options
 from penstock.cli.settings_options import Fields, with_settings
 from penstock.errors import SettingError
 from penstock_bench.cli.bench_options import (
+    AnyModel,
     EngineCodec,
     KnownTokens,
     Plot,
@@ -26,7 +27,7 @@ from penstock_bench.cli.bench_options import (
 
 @with_settings
 def shared_prefix(
-    model: Which = "random",
+    model: AnyModel = "random",
     conversations: Annotated[
         int, typer.Option(help="Conversations at the same time.", metavar="NUMBER", min=2)
     ] = 8,
@@ -58,11 +59,10 @@ def shared_prefix(
 
     Measures speed and bytes. The other side is mlx-lm's batches. Exits with 1 if a goal is not met.
     """
-    from penstock_bench.models import ModelChoice
     from penstock_bench.shared_prefix import SharedPrefixLoad, measure
 
     load = SharedPrefixLoad(
-        ModelChoice(model),
+        model,
         engine=engine_shape(codec),
         conversations=conversations,
         rounds=rounds,
@@ -75,7 +75,7 @@ def shared_prefix(
 
 @with_settings
 def hit(
-    model: Which = "random",
+    model: AnyModel = "random",
     tokens: KnownTokens = 8_192,
     rounds: Rounds = 5,
     *,
@@ -90,10 +90,9 @@ def hit(
     not met.
     """
     from penstock_bench.hit import HitLoad, measure
-    from penstock_bench.models import ModelChoice
 
     engine = engine_shape(codec)
-    report = measure(HitLoad(ModelChoice(model), engine=engine, known_tokens=tokens, rounds=rounds))
+    report = measure(HitLoad(model, engine=engine, known_tokens=tokens, rounds=rounds))
     finish(report, as_json=as_json, save=save, plot=plot)
 
 
@@ -147,7 +146,7 @@ def ragged(
 
 @with_settings
 def single(
-    model: Which = "random",
+    model: AnyModel = "random",
     rounds: Rounds = 5,
     longest: Annotated[
         int,
@@ -181,10 +180,9 @@ def single(
     Measures speed and the cost of a step. The other side is mlx-lm, alone and in batches. Exits
     with 1 if a goal is not met.
     """
-    from penstock_bench.models import ModelChoice
     from penstock_bench.single import SingleLoad, measure
 
-    load = SingleLoad(ModelChoice(model), engine=engine_shape(codec), rounds=rounds)
+    load = SingleLoad(model, engine=engine_shape(codec), rounds=rounds)
     load = replace(load, curve_tokens=load.curve_to(longest))
     if curve_only:
         if not longest:

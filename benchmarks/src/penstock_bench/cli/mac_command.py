@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock.cli.model_table import name_of
+from penstock.cli.planned_spec import limit_or_usual, read_spec
 from penstock_bench.cli.all_command import ENDS, BenchEnd, Command, run_all
 
 RECORDED: tuple[Command, ...] = (
@@ -31,7 +33,19 @@ SEND = (
 )
 
 
+MEASURED_ON_MODEL = ("single", "shared-prefix", "hit")
+
+
 def mac(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Model of decode, prefill, sharing and hit, in place of a random one: a folder, a "
+            ".gguf file, or a name such as smollm2. The record has its name only.",
+            metavar="MODEL",
+            show_default="a random llama",
+        ),
+    ] = None,
     out: Annotated[
         Path,
         typer.Option(
@@ -42,14 +56,17 @@ def mac(
     """Record a GPU in one file: kernels, speed beside mlx-lm, sharing.
 
     Needs no input and no network, and takes ten minutes on a Mac. Exits with 2 if a bench fails, as
-    on tokens that differ from mlx-lm's; goals that are not met are only recorded.
+    on tokens that differ from mlx-lm's; goals that are not met are only recorded. A model with real
+    weights has to be there (penstock pull); its tokens are not compared.
     """
+    if model is not None:
+        read_spec(model, "auto", limit_or_usual(None))  # to report errors before anything runs
     doctor = subprocess.run(
         [sys.executable, "-m", "penstock", "doctor", "--json"], capture_output=True, text=True
     )
     with TemporaryDirectory() as folder:
-        ends = run_all(RECORDED, Path(folder))
-        out.write_text(json.dumps(merged(doctor.stdout, ends)) + "\n")
+        ends = run_all([_with_model(bench, model) for bench in RECORDED], Path(folder))
+        out.write_text(json.dumps(merged(doctor.stdout, ends, model)) + "\n")
     failed = [end for end in ends if end.status not in ENDS]
     for end in failed:
         print(f"failed: penstock {' '.join(end.command)}")
@@ -57,11 +74,19 @@ def mac(
     raise typer.Exit(2 if failed else 0)
 
 
-def merged(machine: str, ends: Sequence[BenchEnd]) -> dict[str, Any]:
+def _with_model(bench: Command, model: str | None) -> Command:
+    return (
+        bench if model is None or bench[1] not in MEASURED_ON_MODEL else (*bench, "--model", model)
+    )
+
+
+def merged(machine: str, ends: Sequence[BenchEnd], model: str | None = None) -> dict[str, Any]:
     """Return the record of a machine: the doctor's report, and each bench with its records."""
     benches = [
         {
-            "command": " ".join(("penstock", *end.command)),
+            "command": " ".join(
+                ("penstock", *(name_of(word) if word == model else word for word in end.command))
+            ),
             "status": end.status,
             "records": [json.loads(Path(path).read_text()) for path in end.records],
         }
