@@ -105,7 +105,7 @@ def test_sighup_reloads_settings_of_several_models(tmp_path: Path) -> None:
     assert "max-tokens of loaded is now 4" in messages
     later = [message for message in messages if "after a restart" in message]
     assert later == [
-        "the changes of away, new, plain in --models take effect after a restart",
+        "the changes to away, new, plain in --models take effect after a restart",
         "the change of --memory-limit takes effect after a restart",
     ]
     assert any("--models was not reloaded; keeping the previous" in text for text in messages)

@@ -70,8 +70,8 @@ def test_attempts_are_notified_once_replica_is_replaced(
 
 def test_finished_attempt_is_not_notified(state: FleetState, calls: list[tuple[str, bool]]) -> None:
     assert state.waiting == 1
-    state.end("at a")
-    state.end("nowhere")
+    assert state.end("at a") == "a"
+    assert state.end("nowhere") is None
     state.eject("a")
     assert calls == [] and state.waiting == 0
     assert (state.routed_requests, state.routed_blocks, state.known_blocks) == (2, 8, 3)

@@ -134,10 +134,12 @@ class AttentionBackend(AttentionOps, ABC):
 
     @abstractmethod
     def piece_reads(self, stacked: Sequence[mx.array]) -> AbstractContextManager[PieceReads]:
-        """Return a context in which query groups attend to KV piece by piece.
+        """Return a context manager that gives the `PieceReads` of query groups.
+
+        It attends to KV that is loaded in pieces of consecutive tokens, within the context only.
 
         Args:
-            stacked: query groups, see `PieceReads`.
+            stacked: query groups, (kv_heads, rows, d) each, scaled for base 2.
         """
 
     @abstractmethod

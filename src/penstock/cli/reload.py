@@ -130,7 +130,7 @@ class ReloadedTable:
                 later.add(name)
         if later:
             names = ", ".join(sorted(later))
-            logger.warning("the changes of %s in --models take effect after a restart", names)
+            logger.warning("the changes to %s in --models take effect after a restart", names)
         self.models = tuple(
             _with(model, _changeable(table[model.name])) if model.name in table else model
             for model in self.models

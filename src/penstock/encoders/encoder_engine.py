@@ -233,7 +233,7 @@ class EncoderEngine:
                 "an encoder batch failed with %s; its requests end with an error",
                 type(error).__name__,
             )
-            logger.debug("traceback of the error above", exc_info=error)
+            logger.debug("traceback of the failed batch", exc_info=error)
             self._end(places, StepFailed("the encoder has failed"))
         else:
             self._hand_out(places, values)

@@ -523,7 +523,7 @@ def _enqueue(core: Core, handles: Sequence[Handle]) -> Explanation | None:
     # A failed explanation must not fail the request.
     except Exception as error:
         logger.error("explaining a prompt failed: %s", type(error).__name__)
-        logger.debug("traceback of the error above", exc_info=error)
+        logger.debug("traceback of the failed explanation", exc_info=error)
         return None
 
 

@@ -66,7 +66,15 @@ class MemoryPressure:
 
 
 def bytes_over(threshold: float) -> int:
-    """Return the bytes by which the machine's memory use exceeds a share of its memory."""
+    """Return the bytes by which the machine's memory use exceeds a threshold.
+
+    Args:
+        threshold: share of the machine's memory; 1 or more means no threshold.
+
+    Returns:
+        A negative number if the use is below the threshold; 0 without one, or if the use cannot be
+        read.
+    """
     if threshold >= 1:
         return 0
     memory = _looked_at(psutil.virtual_memory)

@@ -65,7 +65,12 @@ def counts(name: str, values: Any) -> list[int]:
 
 
 def chosen_rows(indices: Any, count: int) -> list[int]:
-    """Return the indices of the rows to keep, validated: at least one, all below `count`."""
+    """Return `batch_indices`, the indices of the batch rows to keep, as a validated list.
+
+    Raises:
+        WrongType: `indices` is not a sequence of integers.
+        SettingError: it is empty, or an index is negative or not below `count`.
+    """
     rows = counts("batch_indices", indices)
     if not rows:
         raise SettingError("batch_indices is empty; delete the cache instead of its last row")

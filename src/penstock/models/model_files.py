@@ -39,6 +39,13 @@ class ModelFile(Protocol):
 
 
 def open_model_file(path: str | Path) -> ModelFile | None:
-    """Open a model file and read its header; return None for folders and names."""
+    """Open a model file by the plug-in for its format, reading only the header.
+
+    Returns:
+        The file; None if no plug-in recognizes the path, such as a folder or a model's name.
+
+    Raises:
+        ModelError: the recognized file cannot be read, is damaged or unsupported.
+    """
     opened = (open_file(Path(path).expanduser()) for open_file in extensions(GROUP))
     return next((file for file in opened if file is not None), None)

@@ -106,7 +106,7 @@ def planned_kv_dtype(spec: ModelSpec, config: Mapping[str, Any]) -> str | None:
 
 
 def can_pack() -> bool:
-    """Return whether `auto` may choose packed weights."""
+    """Return whether `--weights-dtype auto` may choose packed weights on this device."""
     return devices.current().facts.slow_half and weight_packer() is not None
 
 

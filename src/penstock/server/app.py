@@ -150,8 +150,9 @@ def _respond(http: HttpRequest, error: Exception) -> Response:
         error = unserved(http, error, http.app.state.served)
     problem = problem_of(error)
     if problem.status >= 500 and problem.status != 503:  # 503 is a refusal, not a fault
-        logger.error("request to %s failed with %s", http.url.path, type(error).__name__)
-        logger.debug("traceback of the error above", exc_info=error)
+        name, path = REQUEST_ID.get(), http.url.path
+        logger.error("request %s to %s failed with %s", name, path, type(error).__name__)
+        logger.debug("traceback of request %s", name, exc_info=error)
     return response_for(http.url.path, error)
 
 
@@ -253,7 +254,7 @@ class LastResort:
         except Exception as error:
             name = scope.get("state", {}).get("request_id", "")
             logger.error("request %s failed: %s", name, type(error).__name__)
-            logger.debug("traceback of the error above", exc_info=error)
+            logger.debug("traceback of request %s", name, exc_info=error)
             if not started:
                 await response_for(scope["path"], error)(scope, receive, send)
         except asyncio.CancelledError:  # uvicorn cancels requests only when it stops

@@ -158,7 +158,7 @@ class Pulse:
                         "engine snapshot for /v1/live failed with %s; retrying",
                         type(error).__name__,
                     )
-                    logger.debug("traceback of the error above", exc_info=error)
+                    logger.debug("traceback of the failed snapshot", exc_info=error)
                 pause = WATCHED_SECONDS if self.watchers else UNWATCHED_SECONDS
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._wanted.wait(), pause)

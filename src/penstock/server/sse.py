@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from penstock.config import ServerSettings
 from penstock.engine.handle import PromptProgress
 from penstock.server.active_request import ActiveRequest
-from penstock.server.problems import Problem, body_for, dumps, problem_of
+from penstock.server.problems import REQUEST_ID, Problem, body_for, dumps, problem_of
 from penstock.server.prompt_progress import ping_comment
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,8 @@ async def _with_error(
     except Exception as error:
         problem = problem_of(error)
         if problem.status == 500:
-            logger.error("stream failed with %s; the client gets an error", type(error).__name__)
-            logger.debug("traceback of the error above", exc_info=error)
+            name = REQUEST_ID.get()
+            logger.error("stream of request %s failed with %s", name, type(error).__name__)
+            logger.debug("traceback of request %s", name, exc_info=error)
         for event in failure(problem):
             yield event

@@ -222,9 +222,10 @@ def _head(source: Source) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class FileSource:
-    """A file on a disk; see `Source`."""
+    """Source of a record in an open file, which the caller closes."""
 
     descriptor: int
+    """File descriptor, opened for reading."""
 
     @property
     def nbytes(self) -> int:

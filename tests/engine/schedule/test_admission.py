@@ -95,8 +95,8 @@ def test_preemption_merges_nodes_of_path() -> None:
     places.admission.check()
 
 
-def test_only_first_token_of_answer_follows_prompt() -> None:
-    """Or one behind tokens that were computed again, as those of a prompt."""
+def test_only_token_right_after_prefill_follows_prompt() -> None:
+    """The first token of an answer, and the first after the recomputation of a preempted one."""
     places = Places(10_000_000)
     sequence = places.add(0)
     places.admission.admit()

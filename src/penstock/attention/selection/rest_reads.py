@@ -76,9 +76,17 @@ def read(
 
     Args:
         selection: selective attention with indexed values.
+        row: sequence whose indexed tokens are read.
         queries: (kv_heads, m, dim), scaled for base e.
-        blocks: selected blocks, see `block_choice.best_blocks`.
-        centers: scores due to the key centers, by block, (kv_heads, m, blocks).
+        blocks: selected blocks of each KV head, which are left out, (kv_heads, n); see
+            `block_choice.best_blocks`.
+        layer: index of the layer.
+        ops: operations of the device.
+        centers: scores due to the key centers, by block, (kv_heads, m, blocks); None without
+            centers.
+
+    Returns:
+        Partial result in base 2, whose leading axes are (kv_heads, m).
     """
     index, dim = selection.index, _dim(row.parts[0].segment.layers[layer][1])
     transformed = index.codec.transform_query(queries)

@@ -86,7 +86,7 @@ class ProbedRunner(Protocol):
 
     def fresh_state(self) -> RecurrentState: ...
     def last_logits(self, tokens: list[list[int]], caches: list[Any]) -> mx.array:
-        """Return the logits of the last tokens, (b, vocabulary)."""
+        """Return the logits after the last token of each row, (b, vocabulary)."""
 
 
 def weight_bytes(model: Any) -> int:

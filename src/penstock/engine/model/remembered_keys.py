@@ -20,10 +20,13 @@ MOST_FILE_BYTES = 20_000_000
 def remembered_scales(
     identity: str, measure: Callable[[], tuple[Scales, ...]]
 ) -> tuple[Scales, ...]:
-    """Return the scales of each layer's key channels from the cache, or measure them.
+    """Read the scales of each layer's key channels from the user's cache folder, or measure them.
+
+    Measured scales are written there if measuring took `REMEMBERED_SECONDS` or longer.
 
     Args:
         identity: everything that they depend on besides machine and code, as text.
+        measure: computes the scales; called only without a valid file.
     """
     file = RememberedFile("scales", identity, MOST_FILE_BYTES)
     values = file.read_values()
@@ -39,10 +42,16 @@ def remembered_scales(
 def remembered_centers(
     identity: str, measure: Callable[[], Mapping[int, KeyCenters]]
 ) -> dict[int, KeyCenters]:
-    """Return the key centers by layer from the cache, or measure them.
+    """Read the key centers from the user's cache folder, or measure them.
+
+    Measured centers are written there if measuring took `REMEMBERED_SECONDS` or longer.
 
     Args:
         identity: everything that they depend on besides machine and code, as text.
+        measure: computes the centers; called only without a valid file.
+
+    Returns:
+        The centers of each layer that has them, by layer index.
     """
     file = RememberedFile("centers", identity, MOST_FILE_BYTES)
     values = file.read_values()

@@ -617,7 +617,16 @@ class Runner:
         caches: list[Any],
         arguments: Mapping[str, Any] = NO_ARGUMENTS,
     ) -> mx.array:
-        """Return the logits of the last tokens, (b, vocabulary)."""
+        """Run the model, and return the logits after the last token of each row, lazy.
+
+        Args:
+            tokens: token ids, (b, n).
+            caches: cache of each layer, see `layout.caches`.
+            arguments: further keyword arguments of the model.
+
+        Returns:
+            Array (b, vocabulary).
+        """
         logits: mx.array = self.model(mx.array(tokens), cache=caches, **arguments)[:, -1]
         return logits
 

@@ -57,9 +57,14 @@ class StepCosts:
         times.add(seconds, self._steps)
 
     def ratio(self, rows: int, proposed: int) -> float:
-        """Return the time of a step relative to one without proposals.
+        """Return the time of a step with proposals relative to one without; 1.0 if unmeasured.
 
-        An unmeasured width is assumed to cost as much as the next smaller one.
+        A number of proposed tokens that was not measured is assumed to take as long as the next
+        smaller one of `WIDTHS`.
+
+        Args:
+            rows: number of sequences in the step.
+            proposed: number of tokens of the longest proposal.
         """
         alone = self._seconds(rows, 0)
         known = (self._seconds(rows, width) for width in reversed(WIDTHS) if width <= proposed)

@@ -167,7 +167,9 @@ class StepTrials:
             with self._reserve(beside + expected):
                 step = self._ran(run, following, beside, step)
         if step.size < size:
-            logger.info("extrapolating the memory of a step from size %d to %d", step.size, size)
+            logger.info(
+                "extrapolating the memory of a step from %d to %d tokens or rows", step.size, size
+            )
         taken, seconds, rounds, ran = step.nbytes, step.seconds, 1, step.seconds
         while rounds < ROUNDS and ran < ROUNDS_SECONDS and step.spent <= self._left - others:
             with self._reserve(beside + taken):

@@ -20,10 +20,15 @@ Choice: TypeAlias = SampledToken | Exception
 def verified_greedy(
     chosen: Sequence[Choice], proposals: Sequence[Sequence[int]]
 ) -> list[list[SampledToken] | Exception]:
-    """Return each row's tokens up to the first that was not proposed.
+    """Return the tokens of each row up to the first that was not proposed.
 
-    `chosen` has the argmax after each new token, row by row; each row has one more than the longest
-    proposal has tokens.
+    Args:
+        chosen: argmax after each new token, row by row; each row has one more than the longest
+            proposal has tokens.
+        proposals: proposed tokens of each row; may be empty.
+
+    Returns:
+        The accepted tokens of each row and the one after them, or the error of its first token.
     """
     width = 1 + max(map(len, proposals))
     return [
@@ -49,9 +54,17 @@ def verified(
     samplers: Sequence[TokenSampler],
     generated: Sequence[Sequence[int]],
 ) -> list[list[SampledToken] | Exception]:
-    """Sample each row's tokens up to the first that was not proposed.
+    """Sample the tokens of each row up to the first that was not proposed.
 
-    logits: (rows, width, vocabulary), evaluated.
+    Args:
+        logits: evaluated logits, (rows, width, vocabulary); width is 1 plus the length of the
+            longest proposal.
+        proposals: proposed tokens of each row; may be empty.
+        samplers: sampler of each row.
+        generated: all tokens that each row has generated before.
+
+    Returns:
+        The accepted tokens of each row and the one after them, or the error of its first token.
     """
     first = sample_all(logits[:, 0], samplers, generated)
     rows: list[list[SampledToken] | Exception] = []

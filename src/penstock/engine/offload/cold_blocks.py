@@ -332,7 +332,7 @@ class ColdBlocks(BlockCache):
             answer.cancel()
             name = type(error).__name__
             logger.warning("could not read spilled blocks (records: %d): %s", len(parts), name)
-            logger.debug("traceback of the error above", exc_info=error)
+            logger.debug("traceback of the failed read", exc_info=error)
             return {}
 
 

@@ -109,9 +109,13 @@ class FairShares(Generic[T]):
     # ---- questions
 
     def in_order(self, line: Iterable[T]) -> list[T]:
-        """Return the next sequence of each salt of a client, most underserved share first.
+        """Return one waiting sequence of each client's salt, in the order to admit them.
 
-        Within a request, and between equal shares, the first in `line` is chosen.
+        The share with the fewest places is first, then the one with the least work. Within a
+        request, and between equal shares, the first in `line` is chosen.
+
+        Args:
+            line: waiting sequences of one priority, in the order of `in_line`.
         """
         places, work = self._standing()
 

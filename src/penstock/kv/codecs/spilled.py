@@ -83,13 +83,17 @@ class BlockPairs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldPairs:
-    """Loaded pairs of blocks in the block cache, valid until the next request."""
+    """Key and value blocks in memory, from `BlockCache.hold`; valid until it is called again.
+
+    A pair is a key block and the value block of the same tokens; see `BlockPairs`.
+    """
 
     memory: Sequence[RawBlocks]
     """Arrays (rows, bytes); a row has the bytes of a pair's keys, then of its values."""
     rows: Sequence[NDArray[np.int64]]
     """Row of each pair, (pairs,) per list; rows are numbered across all arrays of `memory`."""
     key_bytes: int
+    """Bytes of a pair's key block; the other bytes of its row are the value block."""
 
     def addresses(self, number: int) -> NDArray[np.int64]:
         """Return the memory addresses of the keys and values of a list's pairs, (pairs, 2)."""

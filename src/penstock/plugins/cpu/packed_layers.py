@@ -223,7 +223,7 @@ class PackedDecoderLayer(PackedModule):
         return self._parts.rotation is not None and not self._soft_cap
 
     def join(self, together: LayersTogether, place: int) -> None:
-        """Compute steps in one job with other layers; this one is at index `place`."""
+        """Have `together` compute steps of all layers in one job; this is layer `place` of it."""
         self._together = together, place
 
     def _attend(self, queries: mx.array, keys: Any, values: Any, mask: Any, cache: Any) -> mx.array:

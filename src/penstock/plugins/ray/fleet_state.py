@@ -45,9 +45,11 @@ class FleetState:
             if name in self._tries:
                 self._tries[name] = (replica, self._tries[name][1])
 
-    def end(self, name: str) -> None:
+    def end(self, name: str) -> str | None:
+        """Forget an attempt; return the replica that accepted it, None if none did."""
         with self._lock:
-            self._tries.pop(name, None)
+            replica, _ = self._tries.pop(name, (None, None))
+        return replica
 
     def is_ejected(self, replica: str) -> bool:
         with self._lock:

@@ -45,6 +45,8 @@ class Passing:
         self._replicas = replicas
         self._scope = scope
         self._silence_seconds = silence_seconds
+        self._replica: str | None = None
+        """Replica of the last attempt; None if none accepted it."""
         self._start: Message | None = None
         """Status and headers, held back until the body begins."""
         self._started = False
@@ -77,7 +79,9 @@ class Passing:
                     if self._stopped.is_set():
                         error = Unavailable("the server is shutting down", code="shutting_down")
                         break
-                    logger.warning("a replica failed during a request: %s", failed)
+                    name = self._scope.get("state", {}).get("request_id", "")
+                    replica = self._replica or "(none)"
+                    logger.warning("request %s: replica %s failed: %s", name, replica, failed)
                     if self._begun or self.retries == MAX_TRIES - 1:
                         break
                     self.retries += 1
@@ -123,7 +127,7 @@ class Passing:
         except (RayError, RayServeException, TimeoutError) as error:
             raise _Failed(type(error).__name__) from None
         finally:
-            fleet_state().end(name)
+            self._replica = fleet_state().end(name)
             coming.cancel()
             for task in tasks:
                 task.cancel()

@@ -64,7 +64,11 @@ def prompt_of(request: CountRequest, prompts: Prompts) -> AnthropicPrompt:
 
 
 def without_billing_header(request: CountRequest) -> CountRequest:
-    """Remove the billing header line from Claude Code's system prompt."""
+    """Return a copy of a request without the billing header of Claude Code's system prompt.
+
+    The header varies between requests, so their prompts would share no cached prefix. A request
+    without it is returned unchanged.
+    """
     blocks = request.system_blocks
     if not blocks or not blocks[0].text.startswith(BILLING_HEADER):
         return request

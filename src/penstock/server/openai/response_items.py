@@ -37,7 +37,16 @@ def _without_nulls(value: Any) -> Any:
 
 
 def resolved(items: Sequence[Item], known: Mapping[str, Item], first: int = 0) -> list[Item]:
-    """Replace references by stored items; BadRequest, counting from `first`, if unknown."""
+    """Replace item references by the stored items.
+
+    Args:
+        items: items of the previous responses, then of the request.
+        known: stored items by id.
+        first: number of items from previous responses, which are not counted in errors.
+
+    Raises:
+        BadRequest: a referenced item is not stored.
+    """
     whole_items = []
     for index, item in enumerate(items):
         if item.get("type") == "item_reference":

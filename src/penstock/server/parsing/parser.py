@@ -29,7 +29,7 @@ class CallFormat(Protocol):
 
     @property
     def bare(self) -> str:
-        """Characters that may begin calls without a mark, at the start of the text."""
+        """Characters that begin a call without an opening, if no text precedes it; may be empty."""
 
     @property
     def shape(self) -> CallShape | None:
