@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import unicodedata
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
+from patience import SOON
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from penstock import Engine
@@ -24,18 +27,21 @@ from penstock.cli import main
 from penstock.engine.request import Request
 from penstock.errors import ModelError
 from penstock.models.loading import load_all
-from penstock.models.mlx_lm import render
+from penstock.models.mlx_lm import load_written, render
+from penstock.models.unread_weights import UnreadTensor
+from penstock.models.widening import Widening
 from penstock.plugins.gguf import blocks
 from penstock.plugins.gguf.header import FORMS, Header, TensorInfo, is_gguf, read_header
 from penstock.plugins.gguf.loaded_bytes import native_bytes, wide_bytes
 from penstock.plugins.gguf.tokenizer import SPLITS, write_tokenizer
-from penstock.plugins.gguf.weights import _in_half, nearest_errors, tensors
+from penstock.plugins.gguf.weights import _in_half, nearest_errors, tensors, write_config
 from support.gguf_files import (
     MODELS,
     VOCABULARY,
     add_sentencepiece,
     add_vocabulary,
     random_blocks,
+    small_file,
     small_model,
     write_model,
 )
@@ -57,6 +63,29 @@ def tensor(path: Path, form: str, raw: bytes, shape: tuple[int, ...]) -> TensorI
     path.write_bytes(raw)
     kind = FORM[form]
     return TensorInfo("blk.0.attn_q.weight", shape, kind, path, 0)
+
+
+def test_tokenizer_is_written_while_weights_are_read(tmp_path: Path) -> None:
+    file = small_file(tmp_path)
+    header, read = read_header(file), threading.Event()
+
+    def write(folder: Path) -> None:
+        assert read.wait(SOON)
+        write_tokenizer(header, folder)
+
+    def weights() -> Iterator[UnreadTensor]:
+        yield from tensors(header, float32=True, dtype="float32")
+        read.set()
+
+    loaded = load_written(
+        lambda folder: write_config(header, folder, float32=True, dtype="float32"),
+        write,
+        weights(),
+        Widening("float32", native_bytes(header), wide_bytes(header), None, None),
+        path=file,
+        name="model",
+    )
+    assert loaded.tokenizer.encode("the thing") == load_all(file).tokenizer.encode("the thing")
 
 
 @pytest.mark.parametrize("form", EXACT)

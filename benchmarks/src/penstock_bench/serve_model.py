@@ -22,6 +22,7 @@ from penstock.models.source import checked_source
 from penstock.plugins.gguf import weights
 from penstock.plugins.gguf.header import is_gguf, read_header
 from penstock.plugins.gguf.loaded_bytes import activation_dtype
+from penstock.plugins.gguf.tokenizer import write_tokenizer
 from penstock.recall import MODEL_PATH
 from penstock_bench.models import LlamaShape, ModelChoice, bench_model
 from penstock_bench.recall import count_tokens, dialogue, vocabulary
@@ -95,7 +96,8 @@ def write_gguf(file: Path, folder: Path, *, float32: bool) -> None:
     """Convert a GGUF file to a model folder, in float32 or with its codes."""
     header = read_header(file)
     dtype = "float32" if float32 else activation_dtype(header)
-    weights.write_folder(header, folder, float32=float32, dtype=dtype)
+    weights.write_config(header, folder, float32=float32, dtype=dtype)
+    write_tokenizer(header, folder)
     tensors = weights.tensors(header, float32=float32, dtype=dtype)
     arrays = dict(pair for tensor in tensors for pair in tensor.parameters())
     mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "mlx"})

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -248,7 +249,8 @@ def _dense(module: nn.Module) -> nn.Module | None:
 
 
 def load_written(
-    write: Callable[[Path], None],
+    write_config: Callable[[Path], None],
+    write_tokenizer: Callable[[Path], None],
     tensors: Iterable[UnreadTensor],
     widening: Widening,
     *,
@@ -258,27 +260,33 @@ def load_written(
     """Load a model from another format than a model folder.
 
     Args:
-        write: function that writes a folder for mlx-lm's loaders, without weights.
+        write_config: function that writes the config of a folder for mlx-lm's loaders.
+        write_tokenizer: function that writes the tokenizer's files, on another thread.
         tensors: the weights; codes that are to be packed are read module by module.
         widening: how to convert the weights.
         path: path of the model, for error messages.
         name: name of the model, for error messages.
     """
+
+    def read_tokenizer(folder: Path, ends: Any) -> TokenizerWrapper:
+        write_tokenizer(folder)
+        return mlx_lm.utils.load_tokenizer(folder, SAFELY, eos_token_ids=ends)
+
     try:
-        with passing_folder() as folder:
-            write(folder)
+        with passing_folder() as folder, ThreadPoolExecutor(1, "penstock-tokenizer") as beside:
+            write_config(folder)
             model, config = mlx_lm.utils.load_model(folder, lazy=True, strict=False)
-            tokenizer = mlx_lm.utils.load_tokenizer(
-                folder, SAFELY, eos_token_ids=config["eos_token_id"]
-            )
-        nbytes = widening.native_bytes if widening.packs else widening.loaded_bytes
-        with without_keeping():
-            weights = UnreadWeights(model, tensors, nbytes)
-            _check_first_step(model)
-            if widening.packs:
-                weights.read_all(codes=False)
-                pack(model, _dense, exact=widening.exact, read=weights.read)
-            weights.read_all()
+            # A tokenizer of 49,000 tokens takes as long as 135 million weights.
+            reading = beside.submit(read_tokenizer, folder, config["eos_token_id"])
+            nbytes = widening.native_bytes if widening.packs else widening.loaded_bytes
+            with without_keeping():
+                weights = UnreadWeights(model, tensors, nbytes)
+                _check_first_step(model)
+                if widening.packs:
+                    weights.read_all(codes=False)
+                    pack(model, _dense, exact=widening.exact, read=weights.read)
+                weights.read_all()
+            tokenizer = reading.result()
     # A boundary, as in `load_folder`.
     except BaseException as error:
         raise _refusal(f"cannot load {path}", error) from error

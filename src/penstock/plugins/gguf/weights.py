@@ -17,7 +17,6 @@ from penstock.models.unread_weights import UnreadTensor
 from penstock.plugins.gguf import architectures, blocks
 from penstock.plugins.gguf.header import FLOAT4, GROUP, Header, TensorInfo
 from penstock.plugins.gguf.loaded_bytes import model_tensors
-from penstock.plugins.gguf.tokenizer import write_tokenizer
 from penstock.plurals import counted
 
 Weight: TypeAlias = mx.array | blocks.AffineCodes | blocks.FloatCodes
@@ -29,14 +28,13 @@ MEASURED_TENSORS = 2
 """Number of tensors per format whose conversion error is measured."""
 
 
-def write_folder(header: Header, folder: Path, *, float32: bool, dtype: str) -> None:
-    """Write a model folder for mlx-lm's loaders, without weights."""
+def write_config(header: Header, folder: Path, *, float32: bool, dtype: str) -> None:
+    """Write the config of a model folder for mlx-lm's loaders."""
     config = architectures.config(header)
     config["torch_dtype"] = dtype
     if not float32 and (quantization := _quantization(header)):
         config["quantization"] = quantization
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    write_tokenizer(header, folder)
 
 
 def tensors(
