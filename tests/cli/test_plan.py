@@ -14,6 +14,7 @@ import mlx.core as mx
 import pytest
 from core_parts import retention_of
 from small_models import BASE, build
+from tiny_encoders import write_encoder
 
 from penstock import Engine, Request, load, memory
 from penstock.caches import make_kv_cache
@@ -21,6 +22,8 @@ from penstock.cli import main
 from penstock.cli.doctor import examine
 from penstock.cli.plan import make_plan
 from penstock.config import ServerSettings
+from penstock.encoders.bert import batch_bytes
+from penstock.encoders.encoder import load_encoder
 from penstock.engine.core import Core
 from penstock.engine.retention.spilling import Spilling
 from penstock.errors import ModelError, NeverFits, SettingError
@@ -473,6 +476,29 @@ def test_several_models_are_planned_with_pinned_ones_loaded(
         assert code == (0 if fits else 1)
         assert ("does not fit" in out) != fits
         assert "make room for each other" in out
+
+
+def test_encoder_is_planned_by_its_longest_text(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "encoder"
+    write_encoder(folder)
+    encoder = load_encoder(folder)
+    longest = encoder.spec.most_tokens
+    text_bytes = batch_bytes(encoder.spec, [longest])
+    for more in ([], [str(MODEL_PATH)]):
+        code, out, _ = run(capsys, str(folder), *more, "--memory-limit", "1GB", "--json")
+        first, *others = json.loads(out)["models"]
+        assert (code, len(others)) == (0, len(more))
+        assert first["weight_bytes"] == encoder.nbytes
+        assert first["largest_tokens"] == longest
+        assert 0 <= first["bytes_per_token"] * longest - text_bytes < longest
+    for nbytes, tokens in ((text_bytes, longest), (text_bytes - 1, longest - 1)):
+        limit = f"{encoder.nbytes + nbytes}"
+        code, out, _ = run(capsys, str(folder), "--memory-limit", limit, "--json")
+        assert (code, json.loads(out)["models"][0]["largest_tokens"]) == (0, tokens)
+    code, out, _ = run(capsys, str(folder), "--memory-limit", f"{encoder.nbytes}")
+    assert code == 1 and "does not fit" in out
 
 
 def test_single_model_flags_are_refused_for_several_models(

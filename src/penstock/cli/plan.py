@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
@@ -23,6 +24,7 @@ from penstock.cli.plan_several import (
     show_together,
     together,
 )
+from penstock.cli.planned_encoder import downloaded_encoder, encoder_bytes, planned_encoder
 from penstock.cli.planned_spec import limit_or_usual, read_spec
 from penstock.cli.serve_options import ModelsFile, MoreModels
 from penstock.cli.settings_options import Fields, with_settings
@@ -193,6 +195,11 @@ def plan(
         )
         show_together(_planned_together(models, limit_bytes, window), as_json=as_json)
         return
+    folder = downloaded_encoder(model)
+    if folder is not None:
+        encoder = planned_encoder(folder.name, folder, limit_bytes)
+        show_together(together([encoder], limit_bytes), as_json=as_json)
+        return
     head = head_of(draft)
     spec = read_spec(model, weights_dtype, limit_bytes, head=head)
     if any(choice.values()):
@@ -222,21 +229,30 @@ def plan(
 def _planned_together(
     models: Sequence[TableModel], limit_bytes: int, window: dict[str, Any]
 ) -> PlannedTogether:
-    specs = [read_spec(model.path, model.weights_dtype, limit_bytes) for model in models]
-    weights = [spec.weight_bytes or 0 for spec in specs]
+    sources = [
+        downloaded_encoder(model.path) or read_spec(model.path, model.weights_dtype, limit_bytes)
+        for model in models
+    ]
+    weights = [
+        encoder_bytes(source) if isinstance(source, Path) else source.weight_bytes or 0
+        for source in sources
+    ]
     rooms = beside_pinned(weights, [model.pin for model in models], limit_bytes)
     members = []
-    for model, spec, room in zip(models, specs, rooms, strict=True):
+    for model, source, room in zip(models, sources, rooms, strict=True):
+        if isinstance(source, Path):
+            members.append(planned_encoder(model.name, source, room, pinned=model.pin))
+            continue
         sized = {name: model.engine.get(name, value) for name, value in window.items()}
-        chosen = make_plan(spec, memory_bytes=max(0, room), **sized).chosen
+        chosen = make_plan(source, memory_bytes=max(0, room), **sized).chosen
         members.append(
             PlannedMember(
                 name=model.name,
                 pinned=model.pin,
-                weight_bytes=spec.weight_bytes,
+                weight_bytes=source.weight_bytes,
                 bytes_per_token=chosen.full_bytes_per_token,
                 largest_tokens=chosen.largest_window_tokens,
-                missing_bytes=max(0, (spec.weight_bytes or 0) - max(0, room)),
+                missing_bytes=max(0, (source.weight_bytes or 0) - max(0, room)),
             )
         )
     return together(members, limit_bytes)

@@ -45,7 +45,7 @@ def read_spec(
     Args:
         head: multi-token head that is loaded, too: `MTP` for the model's own, or a folder.
     """
-    path = _find(model)
+    path = find_model(model)
     mtp = None if head is None else head_folder(head, path)
     # numpy takes a while to import, which --help need not wait for.
     from penstock.models.model_files import open_model_file
@@ -82,7 +82,8 @@ def _config(path: Path) -> dict[str, Any]:
     return read_config(path / "config.json" if path.is_dir() else path)
 
 
-def _find(model: str) -> Path:
+def find_model(model: str) -> Path:
+    """Return the path of a model; ModelError if it is not downloaded."""
     path = Path(model).expanduser()
     if path.exists():
         return path
