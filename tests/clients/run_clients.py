@@ -39,7 +39,7 @@ SECONDS = 600
 """Limit of one client's run."""
 NPM = (
     *("ai", "@ai-sdk/openai-compatible", "@ai-sdk/openai", "@ai-sdk/anthropic"),
-    *("@langchain/openai", "@langchain/core", "zod"),
+    *("@langchain/openai", "@langchain/core", "ollama", "zod"),
 )
 NAMESPACE = ("unshare", "--net", "--map-root-user")
 REFERENCES = {
@@ -75,6 +75,7 @@ class Client:
 
 
 _SLIM = ("pydantic-ai-slim[openai,anthropic]",)
+_LIKE, _LLAMA = "llama-index-llms-openai-like", "llama-index-llms-ollama"
 CLIENTS = (
     Client("openai chat", "openai_chat.py", "", ("openai",)),
     Client("openai responses", "openai_responses.py", "", ("openai",)),
@@ -89,11 +90,15 @@ CLIENTS = (
     Client("langchain-openai chat", "langchain_client.py", "chat", ("langchain-openai",)),
     Client("langchain-openai responses", "langchain_client.py", "responses", ("langchain-openai",)),
     Client("langchain-anthropic", "langchain_client.py", "messages", ("langchain-anthropic",)),
+    Client("langchain-ollama", "langchain_client.py", "ollama", ("langchain-ollama",)),
+    Client(_LIKE, "llama_index_client.py", "openai", (_LIKE,)),
+    Client(_LLAMA, "llama_index_client.py", "ollama", (_LLAMA,)),
     Client("@ai-sdk/openai-compatible", "ai_sdk.mjs", "compatible"),
     Client("@ai-sdk/openai responses", "ai_sdk.mjs", "openai"),
     Client("@ai-sdk/anthropic", "ai_sdk.mjs", "anthropic"),
     Client("@langchain/openai chat", "langchain.mjs", "chat"),
     Client("@langchain/openai responses", "langchain.mjs", "responses"),
+    Client("ollama (npm)", "ollama.mjs"),
 )
 
 

@@ -1,4 +1,4 @@
-"""`langchain-openai` (chat, responses) and `langchain-anthropic`, as the argument says."""
+"""`langchain-openai` (chat, responses), `-anthropic` and `-ollama`, as the argument says."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ def model(url: str = URL) -> Any:
         from langchain_anthropic import ChatAnthropic
 
         return ChatAnthropic(model=MODEL, base_url=url, api_key=KEY, max_tokens=200, max_retries=0)
+    if KIND == "ollama":
+        from langchain_ollama import ChatOllama
+
+        return ChatOllama(model=MODEL, base_url=url)
     from langchain_openai import ChatOpenAI
 
     return ChatOpenAI(
@@ -92,11 +96,14 @@ def structured() -> None:
     assert isinstance(animal, Animal), animal
 
 
-report(
-    chat=chat,
-    stream=stream,
-    tools=tools,
-    streamed_tools=streamed_tools,
-    demanded=demanded,
-    structured=structured,
-)
+steps = {
+    "chat": chat,
+    "stream": stream,
+    "tools": tools,
+    "streamed_tools": streamed_tools,
+    "demanded": demanded,
+    "structured": structured,
+}
+if KIND == "ollama":
+    del steps["demanded"]  # its requests demand no call
+report(**steps)

@@ -63,10 +63,11 @@ def structured() -> None:
     answer = api.chat(MODEL, [user("Which animal?")], format=schema)
     Animal.model_validate_json(answer.message.content)
 
-    report(
-        chat=chat,
-        stream=stream,
-        tools=tools,
-        streamed_tools=streamed_tools,
-        structured=structured,
-    )
+
+report(
+    chat=chat,
+    stream=stream,
+    tools=tools,
+    streamed_tools=streamed_tools,
+    structured=structured,
+)
