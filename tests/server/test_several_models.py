@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import time
@@ -15,7 +16,9 @@ from patience import SOON
 from served_pool import ENGINE, ONE, served, spec
 from servers import wait_until
 
+from penstock import Engine
 from penstock.recall import MODEL_PATH
+from penstock.server.service import Service
 
 
 def test_models_are_loaded_by_name_and_unloaded_for_others() -> None:
@@ -102,6 +105,19 @@ def test_ollama_stream_has_empty_lines_of_json_while_model_loads(path: str) -> N
         wrong = {**body, "top_logprobs": 2, "format": 3}
         late = httpx.post(address.url + path, json=wrong, timeout=SOON)
         assert late.status_code == 200 and "error" in json.loads(late.text.splitlines()[-1])
+
+
+def test_unloaded_models_leave_no_service_behind() -> None:
+    def services() -> int:
+        gc.collect()
+        return sum(isinstance(item, Service) for item in gc.get_objects())
+
+    before = services()
+    with served([spec(name, MODEL_PATH) for name in ("first", "second")], ONE) as address:
+        for name in ("first", "second", "first"):
+            address.answer(name)
+        assert services() - before == 1
+        assert sum(isinstance(item, Engine) for item in gc.get_objects()) <= before + 1
 
 
 def test_disconnect_during_load_frees_model() -> None:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import fastapi.dependencies.models
 from fastapi import FastAPI
 
 from penstock.config import ServerSettings
@@ -92,6 +93,15 @@ class AttachedModel:
         with suppress(RuntimeError):  # the loop has ended, and so has the service
             self._loop.call_soon_threadsafe(self._over.set)
             self._ended.wait(STARTED_SECONDS)
+        forget_routes()
+
+
+def forget_routes() -> None:
+    """Clear FastAPI's caches of routes' functions, which would keep each service in memory."""
+    for value in vars(fastapi.dependencies.models).values():
+        clear = getattr(value, "cache_clear", None)
+        if clear is not None:
+            clear()
 
 
 def attached(
