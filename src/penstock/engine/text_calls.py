@@ -23,7 +23,16 @@ NAMES = frozenset(Sampling.model_fields) | (frozenset(Request.model_fields) - _G
 
 
 def text_request(tokens: Sequence[int], *, goes_on: bool, settings: Mapping[str, Any]) -> Request:
-    """Create a request from fields of `Request` and `Sampling` together, or raise SettingError."""
+    """Create a request from the fields of `Request` and `Sampling` in one mapping.
+
+    Args:
+        tokens: tokens of the prompt.
+        goes_on: whether the answer continues the prompt's text; see `Request.goes_on`.
+        settings: fields by name.
+
+    Raises:
+        SettingError: a field is unknown, or a value is invalid.
+    """
     for name in settings:
         if name not in NAMES:
             near = get_close_matches(name, NAMES, 1)

@@ -13,7 +13,12 @@ from penstock.errors import SettingError, WrongType
 
 
 def whole(name: str, value: object, least: int) -> int:
-    """Return `value` as an int; raise an error if it is less than `least`, or not an integer."""
+    """Return `value` as an int of at least `least`; errors name the argument `name`.
+
+    Raises:
+        WrongType: it is not an integer.
+        SettingError: it is less than `least`.
+    """
     try:
         if isinstance(value, bool):
             raise TypeError

@@ -82,7 +82,11 @@ class RowReads:
         self._made: mx.array | None = None
 
     def every(self, loose: mx.array | None) -> mx.array | None:
-        """Return all rows, (1, n, width): those in columns, then the loose ones; None if none."""
+        """Return all rows, (1, n, width): those in columns, then the loose ones; None if none.
+
+        Args:
+            loose: rows pooled during decode, from the layer's state, (1, m, width).
+        """
         stop = (self._count - _length(loose)) * self.rows.ratio
         sides: tuple[list[mx.array], list[mx.array]] = ([], [])
         for part in self._parts:
@@ -98,7 +102,12 @@ class RowReads:
         return joined if loose is None else mx.concatenate([joined, loose], axis=1)
 
     def leave(self, every: mx.array | None, loose: mx.array | None) -> mx.array | None:
-        """Return the rows to keep as loose rows after the step, or None."""
+        """Return the rows to keep as loose rows after the step, or None.
+
+        Args:
+            every: all rows after the step, (1, n, width).
+            loose: loose rows before it.
+        """
         if every is None:
             return None
         new = every[:, self._count - _length(loose) :]

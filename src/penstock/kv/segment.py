@@ -213,7 +213,15 @@ class Segment:
         return replace(self, missing=_if_any(missing))._with(layers, self.index)
 
     def filled(self, source: Segment, start: int) -> Segment:
-        """Return this segment with incomplete layers copied from `source`, from `start` on."""
+        """Return this segment with incomplete layers copied from the same tokens of `source`.
+
+        Args:
+            source: segment that has these tokens in all layers.
+            start: index in `source` of this segment's first token.
+
+        Raises:
+            ValueError: `source` lacks some of the tokens.
+        """
         complete = source.part(start, start + self.tokens)
         if complete.missing or complete.tokens != self.tokens:
             raise ValueError(

@@ -134,7 +134,18 @@ class Prompts:
         salt: str = "",
         **template_args: Any,
     ) -> PromptTokens:
-        """Render and tokenize a conversation; BadRequest if a message is invalid."""
+        """Render a conversation with the chat template, and tokenize it. Blocking.
+
+        Args:
+            messages: messages of the conversation, oldest first.
+            tools: tools that the template describes.
+            answer: whether to add the template's generation prompt.
+            salt: cache salt of the request, for answers remembered from earlier turns.
+            template_args: further variables of the template.
+
+        Raises:
+            BadRequest: a message is invalid.
+        """
         images = self._new_images()
         flat = self._flat(messages, images)
         rendered = self._templated(flat, tools, answer, template_args, images)

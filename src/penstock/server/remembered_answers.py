@@ -137,7 +137,15 @@ class RememberedAnswers:
         form: AnswerFormat,
         tools: Any = None,
     ) -> Splice:
-        """Return the tokens up to the end of the last remembered answer in a prompt's history."""
+        """Return the tokens up to the end of the last remembered answer in a prompt's history.
+
+        Args:
+            salt: salt of the request, including its key's.
+            text: text of the prompt.
+            openings: texts with which the chat template opens answers.
+            form: format of the model's answers.
+            tools: tools of the request.
+        """
         rewritten = None
         start = form.reasoning.start if form.reasoning is not None else ""
         places = [place for opening in openings for place in _openings(text, opening, start)]

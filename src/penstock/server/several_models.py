@@ -287,7 +287,16 @@ class SeveralModels:
     # ---- requests
 
     def resolved(self, name: str | None, *, strict: bool = False, path: str = "") -> str:
-        """Return the model for a name or alias; NotFound lists the models if there is none."""
+        """Return the model for a name or alias.
+
+        Args:
+            name: `model` of the request; without one, the first model of its kind.
+            strict: whether the name must be known even with `any_name`.
+            path: path of the request; without a name, it decides whether an encoder is meant.
+
+        Raises:
+            NotFound: there is no such model.
+        """
         if name and (known := self._names.get(name)) is not None:
             return known
         if not name:
@@ -305,7 +314,7 @@ class SeveralModels:
         )
 
     def loaded_or_first(self) -> str:
-        """Return the model for requests without a body and a model's name, loaded if possible.
+        """Return the model for requests without a body and a name: a loaded one if there is any.
 
         Encoders come last, as they have no prefix cache.
         """

@@ -89,7 +89,10 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Target:
+    """Buffers into which an array is read, and its expected dtype and shape."""
+
     dtype: str
+    """Name of the dtype in MLX."""
     shape: tuple[int, ...]
     pieces: Sequence[NDArray[np.uint8]]
     """Writable buffers, (n,) each, in the order of the array's bytes."""
@@ -333,8 +336,11 @@ def _hash_of(words: Mapping[str, str], arrays: Sequence[_Pieces]) -> str:
 
 @dataclass(frozen=True, slots=True, order=True)
 class ArrayPart:
+    """Range of bytes of a record's array."""
+
     name: str
     start: int
+    """First byte within the array."""
     nbytes: int
 
 

@@ -77,7 +77,12 @@ class Store(ABC):
         return 0
 
     def held(self, block_hashes: Sequence[bytes], *, resumable: bool = False) -> int:
-        """Return the number of leading blocks that can be read; `resumable`: up to a checkpoint."""
+        """Return the number of a chain's leading blocks that can be read.
+
+        Args:
+            block_hashes: hashes of the chain's blocks.
+            resumable: whether to count only blocks up to the last checkpoint.
+        """
         ends = [0, *self.spans.ends(len(block_hashes))]
         whole = ends[self._first([block_hashes[end - 1] for end in ends[1:]])]
         batch = block_hashes[
@@ -141,7 +146,15 @@ class Store(ABC):
 
     @abstractmethod
     def read_parts(self, key: bytes, parts: Sequence[ArrayPart]) -> list[NDArray[np.uint8]]:
-        """Read parts of a record's arrays, unverified. Raises like `_read_into`. Thread-safe."""
+        """Read parts of a record's arrays, unverified. Thread-safe.
+
+        Returns:
+            Bytes of each part, (nbytes,).
+
+        Raises:
+            Damaged, FileNotFoundError: a part or the record is missing.
+            OSError: the store fails.
+        """
 
     def is_whole(self, key: bytes, read: Future[Any]) -> bool:
         """Return whether a block was read; a damaged or missing block is removed.
@@ -186,7 +199,13 @@ class Store(ABC):
     def prepare(
         self, block_hashes: Sequence[bytes], known: int = 0, *, resumable: bool = False
     ) -> int:
-        """Return the number of a chain's leading blocks that can be read, and count their use."""
+        """Return the number of a chain's leading blocks that can be read, and count their use.
+
+        Args:
+            block_hashes: hashes of the chain's blocks.
+            known: number of blocks already in memory, which need not be read ahead.
+            resumable: see `held`.
+        """
 
     def note_uses(self) -> None:  # noqa: B027 - not every store needs to
         ...

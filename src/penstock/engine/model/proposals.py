@@ -199,17 +199,17 @@ class Speculation:
         self._ahead = self._ahead[len(new) :]
 
     def share(self, agreement: int) -> float:
-        """Return the expected acceptance rate of proposals with this agreement."""
+        """Return the expected acceptance rate of proposals; see `Proposal.agreement`."""
         return self._shares[_kind(agreement)].value
 
     def expect(self, agreement: int, share: float) -> None:
         self._shares[_kind(agreement)].value = share
 
     def judged(self, proposed: int, accepted: int, agreement: int) -> None:
-        """Record the outcome of a verified proposal.
+        """Record how many tokens of a proposal were accepted; `proposed` is 0 without one.
 
-        After `RETRY_TOKENS` tokens without one, rates are reset to the initial one, except for a
-        draft model, which would have to prefill all of the text.
+        After `RETRY_TOKENS` tokens without a proposal, rates are reset to the initial one, except
+        for a draft model, which would have to prefill all of the text.
         """
         if proposed:
             self._without = 0

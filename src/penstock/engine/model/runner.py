@@ -68,6 +68,8 @@ NO_ARGUMENTS: Mapping[str, Any] = {}
 
 @dataclass(frozen=True, slots=True)
 class PrefillOutput:
+    """Evaluated KV of a chunk, and the states of recurrent layers after it."""
+
     segment: Segment
     states: States
 
@@ -95,8 +97,12 @@ class PromptChunk:
 
 @dataclass(frozen=True, slots=True)
 class DecodeOutput:
+    """Result of a decode step, not evaluated."""
+
     logits: mx.array
+    """Logits after each new token, (rows, new tokens, vocabulary)."""
     recurrent_states: list[RecurrentState]
+    """States of each row; empty in a mixed pass."""
 
     def arrays(self) -> list[mx.array]:
         """Return the arrays to evaluate, besides the tails, before the next step."""
@@ -322,10 +328,10 @@ class Runner:
     def predict(
         self, tokens: Sequence[int], hidden: mx.array, rows: Sequence[DecodeRow], tails: Tails
     ) -> tuple[mx.array, mx.array]:
-        """Predict by the head what follows a token of each row; nothing is evaluated.
+        """Predict the next token of each row by the multi-token head; nothing is evaluated.
 
-        Returns logits, (rows, vocabulary), and the hidden states for the next call. The head's keys
-        and values are written into the rows' tails.
+        Returns logits, (rows, vocabulary), and the hidden states for the next call, (rows, 1,
+        width). The head's keys and values are written into the rows' tails.
 
         Args:
             tokens: the next token of each row.
@@ -437,9 +443,13 @@ class Runner:
         choose: bool = False,
         adapter: int = 0,
     ) -> PrefillOutput:
-        """Prefill tokens of one sequence.
+        """Prefill a chunk of one sequence.
 
         Args:
+            tokens: tokens of the chunk.
+            parts: earlier spans that the tokens attend to, in order.
+            position: position of the first token.
+            recurrent_state: states before the chunk, if the model is recurrent.
             arguments: further arguments of the model.
             choose: whether the tokens may attend to a selection of those before them.
             adapter: number of the sequence's adapter.
@@ -462,6 +472,8 @@ class Runner:
         """Prefill tokens, and return also the logits after each of them, (n, vocabulary).
 
         Args:
+            tokens, parts, position, recurrent_state: see `prefill`.
+            reads: reader of each layer; None creates them.
             skipped: number of first tokens whose logits are omitted.
             adapter: number of the sequence's adapter.
         """
@@ -496,7 +508,14 @@ class Runner:
         piece_tokens: int,
         squares: Sequence[Squares] = (),
     ) -> list[Segment]:
-        """Prefill a sequence without a cached prefix, in chunks of `piece_tokens`."""
+        """Prefill a sequence without a cached prefix; return the KV of each chunk.
+
+        Args:
+            tokens: all tokens of the sequence.
+            position: position of the first token.
+            piece_tokens: number of tokens per chunk.
+            squares: accumulator of each layer, if its keys and queries are measured.
+        """
         spans: list[KVSpan] = []
         recurrent_state = self.fresh_state()
         for offset in range(0, len(tokens), piece_tokens):

@@ -67,7 +67,13 @@ class SharedText:
             done += count
 
     def find(self, writer: TextWriter, last: Sequence[int], limit: int) -> Proposal:
-        """Return the latest continuation of the longest match with `last` in other sequences."""
+        """Return the latest continuation of the longest match with `last` in other sequences.
+
+        Args:
+            writer: writer of the sequence, whose own text is not searched.
+            last: last tokens of the sequence.
+            limit: maximum number of proposed tokens.
+        """
         ends = self._others(writer, np.flatnonzero(self._tokens == last[-1]))
         places, agreement = ends, 1
         for token in reversed(last[:-1]):

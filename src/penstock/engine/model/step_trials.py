@@ -54,10 +54,14 @@ SLOPE = 2
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
+    """Bytes and seconds of the largest step that was run, from which larger ones are estimated."""
+
     size: int
+    """Number of tokens or rows."""
     nbytes: int
     seconds: float
     small_size: int = 0
+    """Size of the smallest measured step."""
     small_bytes: int = 0
     """Bytes of the smallest measured step; 0 to extrapolate proportionally."""
 
@@ -124,6 +128,8 @@ class StepTrials:
         may be fewer.
 
         Args:
+            run: runs a step of a number of tokens or rows.
+            size: number of tokens or rows of the step.
             unit_bytes: approximate bytes per token or row.
             first: size of the first trial, after a trial of half its size, or a quarter if
                 `constant`.
@@ -242,10 +248,15 @@ def _fitting(reached: int, seconds: float, size: int, left: float) -> int:
 def peak_of(
     run: Callable[[], object], limit_seconds: float = ROUNDS_SECONDS, rounds: int = ROUNDS
 ) -> tuple[int, float]:
-    """Return the peak bytes and the shortest time of `run` over several rounds.
+    """Return the peak bytes, and the shortest time in seconds, of `run` over several rounds.
 
     MLX's cache is disabled meanwhile, because it reuses buffers larger than requested. The peak
     varies by some percent with the lag of MLX's threads, so a fast step is repeated.
+
+    Args:
+        run: function to measure.
+        limit_seconds: total seconds after which it is not run again.
+        rounds: maximum number of runs.
     """
     kept = mx.set_cache_limit(0)
     mx.clear_cache()

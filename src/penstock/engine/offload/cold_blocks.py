@@ -129,7 +129,10 @@ class ColdBlocks(BlockCache):
     # ---- places
 
     def place(self, key: bytes) -> int | None:
-        """Return the place of a record's first block, assigned if new; None if out of memory."""
+        """Return the place of a record's first block, assigned if new; None if out of memory.
+
+        A place is the number of a spilled block; the blocks of a record have consecutive ones.
+        """
         number = self._numbers.get(key)
         if number is None:
             try:
@@ -150,14 +153,14 @@ class ColdBlocks(BlockCache):
         self._reserved.resize(self._fixed_bytes + RECORD_BYTES * len(self._keys))
 
     def forget(self, places: Collection[int]) -> None:
-        """Forget lost records, so that the next spill looks them up in the tiers again."""
+        """Forget the records of the blocks at `places`: the next spill looks them up again."""
         for number in set(map(self._record, places)):
             key = self._keys.get(number)
             if key is not None:
                 self._numbers.pop(key, None)
 
     def drop(self, places: Collection[int]) -> None:
-        """Have the tiers drop, as damaged, records whose blocks differ from the spilled ones."""
+        """Have the tiers drop, as damaged, the records of the blocks at `places`."""
         keys = {self._keys[number] for number in map(self._record, places)}
         self.forget(places)
         for tier in self._tiers:

@@ -131,7 +131,12 @@ class TierGroup:
     def fastest(
         self, blocks_by_tier: Mapping[EngineTier, int], first: int
     ) -> tuple[EngineTier, int] | None:
-        """Return the tier that saves the most time, and its number of blocks; None if none does."""
+        """Return the tier that saves the most time, and its number of blocks; None if none does.
+
+        Args:
+            blocks_by_tier: number of leading blocks of the chain in each tier.
+            first: index of the first block to restore.
+        """
         saved = {tier: tier.saved_seconds(first, n) for tier, n in blocks_by_tier.items()}
         tier = max(saved, key=lambda tier: saved[tier], default=None)
         if tier is None or not saved[tier]:

@@ -99,7 +99,11 @@ class ProcessGroup:
         return local
 
     def mean(self, first: float) -> RunningMean:
-        """Return a running mean of rank 0's measurements that is equal on all ranks."""
+        """Return a running mean of rank 0's measurements that is equal on all ranks.
+
+        Args:
+            first: initial value, such as seconds per token.
+        """
         return RunningMean(first)
 
     def fault(self, doing: str, error: Exception) -> None:

@@ -117,7 +117,14 @@ class Retention:
     def fill(
         self, pin: Pin[Segment], block_hashes: Sequence[bytes], segment: Segment, start: int
     ) -> bool:
-        """Copy recomputed or restored KV into nodes that lack it; return False if out of memory."""
+        """Copy recomputed or restored KV into nodes that lack it; return False if out of memory.
+
+        Args:
+            pin: pinned path of the sequence; may be extended, or shortened if out of memory.
+            block_hashes: hashes of the sequence's whole blocks.
+            segment: the KV.
+            start: position of the segment's first token.
+        """
         return True
 
     def ended(self, segment: Segment, state: RecurrentState | None) -> Segment | None:
@@ -133,7 +140,14 @@ class Retention:
         """Handle that nodes were added, or are no longer read by any sequence."""
 
     def capture(self, path: Path, position: int, state: RecurrentState, *, turn_end: bool) -> None:
-        """Checkpoint the recurrent states of a sequence at a boundary, if memory allows."""
+        """Checkpoint the recurrent states of a sequence at a boundary, if memory allows.
+
+        Args:
+            path: cached path of the sequence.
+            position: block boundary at which `state` was captured.
+            state: states of the recurrent layers.
+            turn_end: whether a turn of the conversation ends there, so that it is kept longer.
+        """
 
     def end_prompt(self, path: Path, position: int) -> None:
         """Retain the position where a prompt ends."""
@@ -159,10 +173,10 @@ class Retention:
         """Spill KV outside all its readers' active tokens; `wait` first awaits pending writes."""
 
     def lost_nodes(self, places: Collection[int]) -> list[Node[Segment]]:
-        """Return the nodes that contain any of the given spilled blocks."""
+        """Return the nodes that contain any of the spilled blocks at `places` in the tiers."""
         return []
 
     def drop_lost(self, places: Collection[int]) -> None:
-        """Evict the unpinned nodes that contain any of the given lost blocks."""
+        """Evict the unpinned nodes that contain any of the lost blocks at `places`."""
 
     def release(self) -> None: ...

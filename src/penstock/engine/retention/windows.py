@@ -192,7 +192,7 @@ class Windows(Retention):
     def fill(
         self, pin: Pin[Segment], block_hashes: Sequence[bytes], segment: Segment, start: int
     ) -> bool:
-        """Copy KV of a segment into the nodes that lack some layers; False if out of memory."""
+        """Copy KV into the nodes that lack some layers; see `Retention.fill`."""
         prefixes, size = self._prefixes, self._prefixes.block_size
         chain = block_hashes[: (start + segment.tokens) // size]
         match = prefixes.match(chain)
@@ -258,7 +258,7 @@ class Windows(Retention):
 
 
 def windows_of(attention_windows: Sequence[AttentionWindow], max_kv_tokens: int) -> dict[int, int]:
-    """Return the window sizes of layers that see less than a path of `max_kv_tokens`, by number."""
+    """Return the windows smaller than `max_kv_tokens`, in tokens, by layer index."""
     return {
         layer: attention_window.window
         for layer, attention_window in enumerate(attention_windows)

@@ -83,7 +83,14 @@ def _check(setting: str, value: int, needed: int, ledger: Ledger) -> None:
 
 
 class SizedTrial:
-    """Measures steps of growing size, each within a reservation of its expected bytes."""
+    """Measures steps of growing size, each within a reservation of its expected bytes.
+
+    Args:
+        run: runs a step of a number of tokens or rows.
+        unit_bytes: approximate bytes per token or row.
+        reserve: reserves bytes during a step.
+        group: process group of the ranks; the one that needs the most memory decides.
+    """
 
     def __init__(
         self,
@@ -98,7 +105,13 @@ class SizedTrial:
         self._group = group
 
     def needed(self, small: int, target: int, free_bytes: int) -> int:
-        """Return the bytes of a step of `target` tokens or rows, running only steps that fit."""
+        """Return the bytes of a step of `target` tokens or rows, running only steps that fit.
+
+        Args:
+            small: size up to which steps are run if they fit; larger ones may be extrapolated.
+            target: size of the step.
+            free_bytes: maximum expected bytes of a step that is run.
+        """
         size, less, taken = min(FIRST, small), 0, 0
         expected = self._unit_bytes * size
         while expected <= free_bytes:

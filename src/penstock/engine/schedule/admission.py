@@ -162,7 +162,7 @@ class Admission:
                     self.preempt(lowest)
 
     def count_hit(self, sequence: Sequence, tokens: int, *, restored: bool = False) -> None:
-        """Count prompt tokens read from the cache.
+        """Count prompt tokens read from the cache, and with `restored` from a cold tier.
 
         Not counted after a preemption, when a sequence finds its own KV in the cache.
         """

@@ -230,7 +230,15 @@ class MemoryBudget:
         *,
         evict: bool = True,
     ) -> bool:
-        """Return whether a sequence would fit without `others`, and with `evict` without nodes."""
+        """Return whether a sequence would fit if `others` were preempted.
+
+        Args:
+            sequence: waiting sequence.
+            num_cached_tokens: number of its tokens that it would read from the cache.
+            others: admitted sequences to preempt.
+            staying: admitted sequences to keep.
+            evict: whether unpinned nodes, including those of `others`, would be evicted as well.
+        """
         freed = self._ledger.free_bytes + (self._prefixes.evictable_bytes if evict else 0)
         for other in others:
             reservations = (other.kv.reservation, other.step_reservation)

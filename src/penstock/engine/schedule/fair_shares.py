@@ -217,7 +217,11 @@ class FairShares(Generic[T]):
         self._broken_off.pop(sequence.id, None)
 
     def begin_turn(self, sequence: T, *, again: bool) -> None:
-        """Begin the turn of an admitted sequence; at most half of it may be recomputation."""
+        """Begin the turn of an admitted sequence; at most half of it may be recomputation.
+
+        Args:
+            again: whether the sequence was preempted before.
+        """
         repeated, credit = sequence.remaining_tokens if again else 0, 0
         if (before := self._broken_off.pop(sequence.id, None)) is not None:
             repeated, credit = max(repeated, before.repeated), before.whole

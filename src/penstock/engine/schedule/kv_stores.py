@@ -160,7 +160,14 @@ class KVStores:
         return coded
 
     def cut_tail(self, slot: int, stop: int, start: int, behind: Segment | None = None) -> Segment:
-        """Copy a slot's first columns, appended to `behind` if given; the result is at `start`."""
+        """Copy the first `stop` columns of a slot, and append them to `behind` if given.
+
+        Args:
+            slot: slot of the pool.
+            stop: number of columns.
+            start: position of the result's first token.
+            behind: the tokens before the columns.
+        """
         if not self.figures.index_token_bytes:
             return self.tails.cut(slot, stop, behind)
         tail_start = start + (0 if behind is None else behind.tokens)

@@ -222,7 +222,13 @@ class Sequence:
         stop: str | SampledToken | None = None,
         error: PenstockError | None = None,
     ) -> None:
-        """Deliver the end of the answer to the handle, and notify the handle."""
+        """Deliver the end of the answer to the handle, and notify the handle.
+
+        Args:
+            reason: finish reason.
+            stop: stop string or token that ended the answer, if any.
+            error: error of a failed answer.
+        """
         self.send()
         text, end_token = "", None
         if isinstance(stop, SampledToken):

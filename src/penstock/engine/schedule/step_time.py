@@ -89,7 +89,12 @@ class StepTime:
         return self.speed.tokens_to_try(self.seconds, start, rest) == rest
 
     def part(self, start: int, block: int) -> int:
-        """Return the number of tokens to prefill of a block that exceeds the limit."""
+        """Return how many tokens of a block to prefill now: all, unless they exceed the limit.
+
+        Args:
+            start: position of the first token.
+            block: number of tokens up to the end of the block.
+        """
         if self.whole_blocks or self.speed.chunk_seconds(block, start) <= SLACK * self.seconds:
             return block
         tokens = self.speed.tokens_to_try(self.seconds, start, block) or block

@@ -92,7 +92,14 @@ class Codec(ABC):
         """Encode an array (batch, heads, tokens, dim) of any float dtype."""
 
     def encode_by(self, cuts: Sequence[Cut], x: mx.array, put: Put, ops: CodeOps) -> Iterator[None]:
-        """Encode one cut per iteration, lazily, to the same bits as `encode`; `put` stores it."""
+        """Encode parts of an array one by one, lazily, to the same bits as `encode`.
+
+        Args:
+            cuts: ranges of heads and tokens; each iteration encodes one.
+            x: array (batch, heads, tokens, dim).
+            put: stores the codes of a range.
+            ops: operations of the device.
+        """
         for heads, tokens in cuts:
             coded = self.of_heads(heads.start, heads.stop).encode(x[:, heads, tokens], ops)
             for number, part in enumerate(coded.parts):

@@ -34,11 +34,17 @@ RawBlocks = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockList:
+    """Spilled blocks of the keys or values of one layer, in any order."""
+
     layer: int
     side: int
+    """0 for keys, 1 for values."""
     heads: Numbers
+    """KV head of each block, (blocks,)."""
     places: Numbers
+    """Place of each block in the cold tier, (blocks,); may have the flag `AT_REST`."""
     checksums: Checksums
+    """Checksum of each block, (blocks,)."""
 
     @classmethod
     def joined(cls, lists: Sequence[BlockList]) -> BlockList:
@@ -55,7 +61,9 @@ class BlockPairs:
 
     layer: int
     heads: Numbers
+    """KV head of each pair, (pairs,)."""
     places: Numbers
+    """Place of each pair in the cold tier, (pairs,)."""
     checksums: Checksums
     """Checksums of the key block and the value block of each pair, (pairs, 2)."""
 
@@ -120,7 +128,11 @@ class HeldPairs:
 class BlockReader(ABC):
     @abstractmethod
     def fetch(self, lists: Sequence[BlockList]) -> list[RawBlocks]:
-        """Read the blocks of each list, (blocks, bytes) uint8; raise SpilledLost on failure."""
+        """Read the blocks of each list, (blocks, bytes) uint8 each.
+
+        Raises:
+            SpilledLost: a block cannot be read.
+        """
 
 
 class BlockCache(BlockReader):
@@ -128,7 +140,14 @@ class BlockCache(BlockReader):
 
     @abstractmethod
     def hold(self, lists: Sequence[BlockPairs]) -> HeldPairs:
-        """Load the blocks of all lists, of one layer, in one request; SpilledLost on failure."""
+        """Load the pairs of all lists in one request.
+
+        Args:
+            lists: pairs of one layer, such as a list per sequence.
+
+        Raises:
+            SpilledLost: a block cannot be read.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,16 @@ def top_of(prompt_logprobs: int | None, vocabulary_size: int) -> int | None:
 
 
 def hold_scores(prompts: Sequence[Sequence[int]], top: int, copies: int = 1) -> None:
-    """Reserve memory for prompt scores; BadRequest if all of them would exceed the pool."""
+    """Reserve memory for the log-probabilities of prompts until the response is written.
+
+    Args:
+        prompts: tokens of each prompt.
+        top: number of likeliest tokens per prompt token.
+        copies: number of answers that report them.
+
+    Raises:
+        BadRequest: those of the whole vocabulary would exceed the memory for prompts.
+    """
     hold, tokens = HOLD.get(), sum(map(len, prompts))
     if hold is None:
         return

@@ -96,7 +96,11 @@ class AnswerText:
 def until(
     source: AnswerText, marks: Sequence[str], emit: Emit, *, take: bool = True
 ) -> Reading[str | None]:
-    """Emit the text before the first of `marks`; return that mark, or None at the end."""
+    """Emit the text before the first of `marks`; return that mark, or None at the end.
+
+    Args:
+        take: whether to consume the mark.
+    """
     pattern = _any_of(tuple(marks))
     while True:
         if match := pattern.search(source.text, source.position):

@@ -219,7 +219,12 @@ def calls(
     closings: tuple[str, ...] = (),
     separators: tuple[str, ...] = (),
 ) -> Reading[None]:
-    """Parse a call or a list of calls, and their closing marks, if present."""
+    """Parse calls: objects, or lists of objects.
+
+    Args:
+        closings: marks that end the calls, consumed if present.
+        separators: marks after which another call follows.
+    """
     while True:
         if (yield from accept(source, "[")):
             yield from listed(source, out)

@@ -60,7 +60,17 @@ def demanded(
     tool_choice: str | dict[str, Any] | None,
     inputs: Mapping[str, str] | None = None,
 ) -> CallGrammar | None:
-    """Return the grammar of the call that `tool_choice` requires; None if it requires none."""
+    """Return the grammar of the call that `tool_choice` requires; None if it requires none.
+
+    Args:
+        form: format of the model's answers.
+        tools: tools that may be called.
+        tool_choice: `tool_choice` of the request.
+        inputs: Lark grammars of the inputs of custom tools, by name.
+
+    Raises:
+        BadRequest: the choice is invalid, or the format does not support it.
+    """
     if tool_choice in (None, "auto", "none"):
         return None
     if tool_choice == "required":
@@ -83,7 +93,7 @@ def call_grammar(
     name: str | None = None,
     inputs: Mapping[str, str] | None = None,
 ) -> CallGrammar:
-    """Return the grammar of a call of the named tool, or of any; BadRequest if not supported."""
+    """Return the grammar of a call of the tool `name`, or of any if it is None; see `demanded`."""
     functions = [tool["function"] for tool in tools or ()]
     candidates = [function for function in functions if name in (None, function["name"])]
     if not candidates:
@@ -119,7 +129,15 @@ def free_call_grammar(
     *,
     inside: bool = False,
 ) -> CallGrammar:
-    """Return the grammar of free text in which calls of the `kept` tools follow their schemas."""
+    """Return the grammar of free text in which calls of the `kept` tools follow their schemas.
+
+    Args:
+        form: format of the model's answers.
+        tools: tools that may be called.
+        kept: names of the tools whose schemas are enforced.
+        inputs: Lark grammars of the inputs of custom tools, by name.
+        inside: whether the answer starts inside reasoning.
+    """
     inputs = inputs or {}
     functions = [tool["function"] for tool in tools]
     named = [f"{name}:strict" for name in kept] + [f"{name}:grammar" for name in inputs]

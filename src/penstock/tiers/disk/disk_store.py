@@ -242,7 +242,7 @@ class SSDStore(Store):
     def prepare(
         self, block_hashes: Sequence[bytes], known: int = 0, *, resumable: bool = False
     ) -> int:
-        """Return the number of a chain's leading blocks that can be read, and count their use."""
+        """See `Store.prepare`; also has the system read the files ahead."""
         count = self.held(block_hashes, resumable=resumable)
         ends = [*self.spans.ends(count), count] if count else []
         self._used += [block_hashes[end - 1] for end in dict.fromkeys(ends)]

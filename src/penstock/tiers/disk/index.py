@@ -169,7 +169,7 @@ class Index:
             after = page[-1].key
 
     def held(self, block_hashes: Sequence[bytes], fingerprint: str) -> int:
-        """Return the number of a chain's leading keys that are completely written."""
+        """Return the number of a chain's leading blocks that are completely written."""
         count = 0
         for start in range(0, len(block_hashes), KEYS_AT_ONCE):
             batch = block_hashes[start : start + KEYS_AT_ONCE]
@@ -181,7 +181,7 @@ class Index:
         return count
 
     def deepest(self, block_hashes: Sequence[bytes], fingerprint: str) -> int | None:
-        """Return the position of the last key that is completely written; None if there is none."""
+        """Return the index of the last block that is completely written; None if there is none."""
         for start in reversed(range(0, len(block_hashes), KEYS_AT_ONCE)):
             batch = block_hashes[start : start + KEYS_AT_ONCE]
             present = self._found(batch, fingerprint)
@@ -202,7 +202,14 @@ class Index:
     def claim(
         self, entry: Entry, limit_bytes: int, unlink: Unlink, budget_bytes: int | None = None
     ) -> Claim:
-        """Add an entry for a block to write, making room; its bytes count for the daily budget."""
+        """Add an entry for a block to write, making room; its bytes count for the daily budget.
+
+        Args:
+            entry: entry of the block.
+            limit_bytes: limit of the folder.
+            unlink: removes the files of evicted blocks.
+            budget_bytes: maximum bytes written per day; None for no limit.
+        """
         day = int(entry.written_seconds // DAY_SECONDS)
         with suppress(_Full), self._writing():
             if self._knows(entry.key):
