@@ -37,6 +37,13 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
     assert len(listed) == len(set(listed))
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_comments_behind_commands_fit_page_of_site(page: Path) -> None:
+    """The site shows 108 characters of a command in a window of 1,280 pixels."""
+    shell = "\n".join(re.findall(r"```(?:sh|console)\n(.*?)```", page.read_text(), re.DOTALL))
+    assert [line for line in shell.splitlines() if " # " in line and len(line) > 108] == []
+
+
 @pytest.mark.parametrize("path", TOOL["PAGES"], ids=lambda page: page.name)
 def test_cli_page_matches_help(path: Path) -> None:
     page = path.read_text()
