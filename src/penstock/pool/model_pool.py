@@ -27,7 +27,7 @@ from penstock.encoders.encoder import Encoder
 from penstock.engine.turns import Turns
 from penstock.engine.view import Holdings
 from penstock.errors import EngineStopped, LedgerFull, ModelError, NeverFits, PenstockError
-from penstock.heap import give_back_freed_memory
+from penstock.heap import give_back_freed_memory, keep_freed_memory
 from penstock.ledger import Kind, Ledger, ModelLedger
 from penstock.memory.sizes import format_bytes
 from penstock.pool.model_policy import (
@@ -117,6 +117,7 @@ class ModelPool:
         closing: Callable[[LoadedMember], object] = lambda model: None,
         stuck: Callable[[LoadedMember], object] = lambda model: None,
     ) -> None:
+        keep_freed_memory()  # before there are threads: one that has an arena keeps it
         self.ledger = Ledger(limit_bytes)
         self.turns = Turns()
         self._aside = self.ledger.reserve(Kind.PROMPTS, aside_bytes)
