@@ -83,6 +83,12 @@ PIECES = {
     "gpt-4o": "It's|\u0120IT'S|\u0120|123|45|\u0120a|==|b|.",
     "minicpm5": "It|'s|\u0120IT|'S|\u0120|123|45|\u0120a|==|b|.",
     "deepseek-coder": "It|'|s|\u0120IT|'|S|\u0120|1|2|3|4|5|\u0120a|==|b|.",
+    "deepseek-llm": "It|'|s|\u0120IT|'|S|\u0120|12345|\u0120a|==|b|.",
+    "deepseek-v3": "It|'s|\u0120IT|'S|\u0120|123|45|\u0120a|==|b|.",
+    "bailingmoe": "It|'s|\u0120IT|'S|\u0120|1|2|3|4|5|\u0120a|==|b|.",
+    "exaone-moe": "It|'s|\u0120IT|'S|\u0120|1|2|3|4|5|\u0120a|==|b|.",
+    "falcon": "It|'|s|\u0120IT|'|S|\u0120|123|45|\u0120a|==|b|.",
+    "laguna": "It|'s|\u0120IT|'S|\u0120|1|2|3|4|5|\u0120a|==|b|.",
 }
 """Pieces of a text by the rules of llama.cpp, whose tokens `make peers GGUF=...` compares."""
 
@@ -94,6 +100,40 @@ def test_pretokenizers_match_llama_cpp(pre: str, tmp_path: Path) -> None:
     assert splitter is not None
     pieces = splitter.pre_tokenize_str("It's IT'S 12345 a==b.")
     assert "|".join(piece for piece, _ in pieces) == PIECES[pre]
+
+
+@pytest.mark.parametrize(("pre", "whole"), [("glm4", True), ("glm5", True), ("qwen2", False)])
+def test_whole_words_ignore_merges(pre: str, whole: bool, tmp_path: Path) -> None:
+    """A word of the vocabulary that no merges lead to is one token with some rules."""
+    header = vocabulary(tmp_path, pre=pre, marks=[("<first>", MARK), ("ht", NORMAL)])
+    expected = [LAST] if whole else [TEXTS.index("h"), TEXTS.index("t")]
+    assert tokens(header, tmp_path, "ht") == expected
+
+
+def test_gemma4_pieces_are_merged_across_blanks(tmp_path: Path) -> None:
+    """Lines end pieces, and a BOS token is added even if the file says no."""
+    pieces = ["\u2581", "t", "h", "e", "th", "the", "\u2581the", "\u2581the\u2581", "\n", "\n\n"]
+    texts = ["<unk>", "<first>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    writer = gguf.GGUFWriter(tmp_path / "v.gguf", "gemma4")
+    writer.add_tokenizer_model("gemma4")
+    writer.add_token_list(texts)
+    writer.add_token_types([2, MARK, *[6] * 256, *[NORMAL] * len(pieces)])
+    merges = ["t h", "th e", "\u2581 the", "\u2581the \u2581", "\n \n"]
+    writer.add_token_merges(merges)
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_add_bos_token(False)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    write_tokenizer(read_header(tmp_path / "v.gguf"), tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    text = "the the \n\n\nt\u00e9"
+    found = tokenizer.encode(text)
+    assert found.tokens == [
+        *("<first>", "the", "\u2581the\u2581", "\n\n", "\n", "t", "<0xC3>", "<0xA9>")
+    ]
+    assert tokenizer.decode(found.ids) == text
 
 
 @pytest.mark.parametrize("pre", ["qwen2", "qwen35", "deepseek-r1-qwen", "llama-bpe"])

@@ -1,9 +1,9 @@
 """Conversion of a GGUF file's tokenizer to tokenizer.json and tokenizer_config.json.
 
-Two kinds are supported: byte-level BPE (`gpt2` in the metadata: GPT-2, Llama 3, Qwen, SmolLM) and
-SentencePiece's BPE with scores (`llama`: Llama 2, Mistral, Gemma, Phi 3). `tokenizer.ggml.pre` is
-the name of the rules that split a text before BPE, which llama.cpp defines in
-`src/llama-vocab.cpp`.
+Three kinds are supported: byte-level BPE (`gpt2` in the metadata: GPT-2, Llama 3, Qwen, SmolLM),
+SentencePiece's BPE with scores (`llama`: Llama 2, Mistral, Gemma, Phi 3), and with merges instead
+(`gemma4`). `tokenizer.ggml.pre` is the name of the rules that split a text before BPE, which
+llama.cpp defines in `src/llama-vocab.cpp`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from penstock.plurals import counted
 
 Merges: TypeAlias = list[tuple[str, str]]
 
+GEMMA4 = "gemma4"
+"""Kind of Gemma 4's tokenizer, which always adds a BOS token."""
 USER_DEFINED, BYTE = 4, 6
 """Token types: a text that always becomes this token; a single byte."""
 LONGEST_PIECE = 1_024
@@ -61,48 +63,84 @@ _QWEN35 = (
 )
 _SEED = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_ENDINGS}"
 _MINICPM5 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}+|{_MARKS}|{_ENDINGS}"
+_BAILING = rf"'(?i:[sdmt]|ll|ve|re)|{_WORDS}|\p{{N}}|{_MARKS}|\s*[\r\n]|\s+(?!\S)|\s+"
+_EXAONE_MOE = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_ASCII_MARKS = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
+_DEEPSEEK3 = (
+    rf"{_ASCII_MARKS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+|"
+    rf" ?[\p{{P}}\p{{S}}]+[\r\n]*|{_ENDINGS}"
+)
+_CASED = (
+    r"A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷ"
+    r"ᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\x{1f7d}ᾀ-ᾴᾶ-ᾼ\x{1fbe}ῂ-ῄῆ-ῌῐ-\x{1fd3}ῖ-\x{1fdb}ῠ-Ῥ"
+    r"ῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\x{2126}ℨ\x{212a}-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎ"
+    r"ꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ\x{10400}-\x{1044f}\x{104b0}-\x{104d3}\x{104d8}-\x{104fb}"
+    r"\x{10c80}-\x{10cb2}\x{10cc0}-\x{10cf2}\x{118a0}-\x{118df}\x{1e900}-\x{1e943}"
+)
+"""Letters of scripts with two cases, as `deepseek-llm` lists them."""
 _DIGIT = r"\p{N}"
 _LLAMA3_NAMES = (
     *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
 )
+_GLM = ("glm4", "glm5")
 SPLITS: Mapping[str, tuple[str, ...]] = {
     "default": (r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion", "exaone4"), (_GPT2,)),
     **dict.fromkeys(("gigachat", "a.x-4.0", "mellum", "granite-docling"), (_GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (_DIGIT, _GPT2)),
     **dict.fromkeys(("exaone", "minerva-7b", "mellum2"), (_DIGIT, _GPT2)),
-    **dict.fromkeys((*_LLAMA3_NAMES, "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys((*_LLAMA3_NAMES, "dbrx", "smaug-bpe", *_GLM, "chatglm-bpe"), (_LLAMA3,)),
     **dict.fromkeys(
         ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "kormo", "hunyuan"), (_QWEN2,)
     ),
+    **dict.fromkeys(("solar-open", "grok-2"), (_QWEN2,)),
+    "laguna": (r"[^\n]+|[\n]+", _QWEN2),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), (_BAILING,)),
+    "exaone-moe": (_EXAONE_MOE,),
     "qwen35": (_QWEN35,),
     "tekken": (_TEKKEN,),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), (_GPT_4O,)),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), (_GPT_4O,)),
     "seed-coder": (_SEED,),
     "minicpm5": (r"\p{N}{1,3}", _MINICPM5),
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", _DIGIT),
+    "deepseek-llm": (
+        r"[\r\n]",
+        rf"\s?[{_CASED}]+",
+        r"\s?[!-/:-~！-／：-～\x{2018}-‟\x{3000}-。]+",
+        r"\s+$",
+        "[一-龥ࠀ-一가-퟿]+",
+        r"\p{N}+",
+    ),
+    **dict.fromkeys(
+        ("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"),
+        (r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEEK3),
+    ),
+    "falcon": (r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9][0-9][0-9]"),
 }
 """Patterns that split a text before BPE, applied in order, by name in the metadata."""
 _BEGIN = frozenset((*_LLAMA3_NAMES, "tekken"))
 """Names of pre-tokenizers whose texts start with a BOS token."""
-_WHOLE_WORDS = _BEGIN | {"minicpm5"}
+_WHOLE_WORDS = _BEGIN | {"minicpm5", *_GLM}
 """Names of pre-tokenizers with which a word in the vocabulary is one token, ignoring merges."""
 
 
 def write_tokenizer(header: Header, folder: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json to a folder; ModelError if unsupported."""
     texts = _texts(header)
-    build = {"gpt2": _byte_level, "llama": _sentence_piece}.get(
-        str(header.get("tokenizer.ggml.model", str))
-    )
+    kind = str(header.get("tokenizer.ggml.model", str))
+    build = {"gpt2": _byte_level, "llama": _sentence_piece, GEMMA4: _merged_pieces}.get(kind)
     if build is None:
-        kind = header.metadata.get("tokenizer.ggml.model")
         raise ModelError(
-            f"{header.name} has a tokenizer of kind {kind!r}; only gpt2 and llama are supported"
+            f"{header.name} has a tokenizer of kind {kind[:64]!r}; only gpt2, llama and {GEMMA4} "
+            f"are supported"
         )
     tokenizer, merges = build(header, texts)
     begin = _special(header, "bos", texts)
-    if begin is not None and header.get("tokenizer.ggml.add_bos_token", bool, _begins(header)):
+    adds = header.get("tokenizer.ggml.add_bos_token", bool, _begins(header)) or kind == GEMMA4
+    if begin is not None and adds:
         _put_first(tokenizer, texts[begin], begin)
     # A library's object of the whole vocabulary would be built for this file alone.
     content = json.loads(tokenizer.to_str())
@@ -197,13 +235,6 @@ def _byte_level(header: Header, texts: Sequence[str]) -> tuple[Tokenizer, Merges
             f"{header.name}: the pre-tokenizer {name[:64]!r} is not supported; supported are "
             f"{', '.join(sorted(SPLITS))}"
         )
-    pairs = [merge.partition(" ") for merge in header.get("tokenizer.ggml.merges", list, [])]
-    known = set(texts)
-    merges = [
-        (left, right)
-        for left, blank, right in pairs
-        if blank and left in known and right in known and left + right in known
-    ]
     tokenizer = Tokenizer(models.BPE(ignore_merges=name in _WHOLE_WORDS))
     if name in ("qwen2", "qwen35", "deepseek-r1-qwen"):
         tokenizer.normalizer = normalizers.NFC()
@@ -217,7 +248,24 @@ def _byte_level(header: Header, texts: Sequence[str]) -> tuple[Tokenizer, Merges
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, merges
+    return tokenizer, _listed_merges(header, texts)
+
+
+def _listed_merges(header: Header, texts: Sequence[str]) -> Merges:
+    pairs = [merge.partition(" ") for merge in header.get("tokenizer.ggml.merges", list, [])]
+    known = set(texts)
+    return [
+        (left, right)
+        for left, blank, right in pairs
+        if blank and left in known and right in known and left + right in known
+    ]
+
+
+def _merged_pieces(header: Header, texts: Sequence[str]) -> tuple[Tokenizer, Merges]:
+    """Return a tokenizer like Gemma 4's, whose pieces may have several words."""
+    tokenizer = _pieces(header, texts, prefixed=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+    return tokenizer, _listed_merges(header, texts)
 
 
 def _sentence_piece(header: Header, texts: Sequence[str]) -> tuple[Tokenizer, Merges]:
@@ -235,6 +283,13 @@ def _sentence_piece(header: Header, texts: Sequence[str]) -> tuple[Tokenizer, Me
             f"{header.name}: its pieces have up to {counted(max(lengths), 'character')}, and "
             f"{sum(lengths):,} in all; the limits are {LONGEST_PIECE:,} and {MOST_CHARACTERS:,}"
         )
+    prefixed = bool(header.get("tokenizer.ggml.add_space_prefix", bool, True))
+    tokenizer = _pieces(header, texts, prefixed=prefixed)
+    return tokenizer, _merges(texts, scores.tolist(), normal)
+
+
+def _pieces(header: Header, texts: Sequence[str], *, prefixed: bool) -> Tokenizer:
+    """Return a tokenizer of pieces whose blanks are `▁`, without its vocabulary."""
     unknown = _special(header, "unknown", texts)
     tokenizer = Tokenizer(
         models.BPE(
@@ -243,14 +298,13 @@ def _sentence_piece(header: Header, texts: Sequence[str]) -> tuple[Tokenizer, Me
             byte_fallback=True,
         )
     )
-    prefixed = bool(header.get("tokenizer.ggml.add_space_prefix", bool, True))
     steps: list[Any] = [normalizers.Prepend("▁")] if prefixed else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
-    return tokenizer, _merges(texts, scores.tolist(), normal)
+    return tokenizer
 
 
 def _merges(texts: Sequence[str], scores: Sequence[float], normal: Sequence[bool]) -> Merges:
