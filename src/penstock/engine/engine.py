@@ -34,6 +34,7 @@ from penstock.engine.turns import Turns
 from penstock.engine.view import EngineView
 from penstock.errors import EngineStopped, SettingError
 from penstock.kv.checks import loaded_model
+from penstock.models.constants import evaluate
 from penstock.models.image_reader import ImageReader, image_reader
 from penstock.models.template_renderer import TemplateRenderer
 from penstock.prefix.explanation import Explanation
@@ -112,6 +113,7 @@ class Engine:
         self, model: Any, tokenizer: Any = None, *, turns: Turns | None = None, **settings: Any
     ) -> None:
         loaded_model("Engine", model)
+        evaluate(model)
         self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._gate = threading.Lock()
         """Guards `_calls` against additions once the engine has closed."""

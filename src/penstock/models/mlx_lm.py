@@ -28,6 +28,7 @@ from penstock.kv.states import NO_STATES, Place, StateForm, States, put_together
 from penstock.memory.sizes import format_bytes
 from penstock.models import named, template_files
 from penstock.models.adapters import put_adapters
+from penstock.models.constants import evaluate
 from penstock.models.mtp import split_weights, with_head
 from penstock.models.source import (
     MLX_LM,
@@ -200,7 +201,7 @@ def load_folder(
                 widen(model, _dense)
             elif widening.packs:
                 pack(model, _dense, exact=widening.exact)
-            mx.eval(model.parameters())  # type: ignore[no-untyped-call]
+            evaluate(model)
         if widening.widens or widening.packs:
             config["torch_dtype"] = "float32"
     # A boundary: mlx-lm, mlx-vlm, transformers, the hub client and MLX compute with values of a
@@ -286,6 +287,7 @@ def load_written(
                     weights.read_all(codes=False)
                     pack(model, _dense, exact=widening.exact, read=weights.read)
                 weights.read_all()
+                evaluate(model)
             tokenizer = reading.result()
     # A boundary, as in `load_folder`.
     except BaseException as error:
@@ -319,6 +321,7 @@ def load_part(
             return_config=True,
             tokenizer_config=SAFELY,
         )
+        evaluate(model)
     # A boundary, as in `load_folder`.
     except BaseException as error:
         raise _refusal(f"cannot load {source} in {ranks} parts", error) from error

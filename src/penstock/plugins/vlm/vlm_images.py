@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -298,17 +298,7 @@ def tower_of(model: nn.Module) -> nn.Module:
     """Return a copy of a model without its language model."""
     tower: nn.Module = copy.copy(model)
     tower.pop(LANGUAGE_MODEL)
-    mx.eval(list(_constants(tower)))  # other threads could not evaluate them
     return tower
-
-
-def _constants(tower: nn.Module) -> Iterator[mx.array]:
-    """Yield the arrays of a model that are not weights."""
-    modules: list[Any] = tower.modules()  # type: ignore[no-untyped-call]
-    for module in modules:
-        yield from (a for name, a in module.items() if name[0] == "_" and isinstance(a, mx.array))
-        for part in vars(module).values():
-            yield from (a for a in getattr(part, "__dict__", {}).values() if type(a) is mx.array)
 
 
 def _position_ids(positions: SpanPositions, start: int, count: int) -> mx.array:
