@@ -176,7 +176,10 @@ def test_every_architecture_matches_mlx_lm_model(name: str, form: str, tmp_path:
 NEW_TOKENS = 24
 
 
-@pytest.mark.parametrize("name", ["granite", "glm4", "lfm2", "qwen35", "qwen35moe", "gpt-oss"])
+@pytest.mark.parametrize(
+    "name",
+    ["gemma4", "gemma4 with experts", "granite", "glm4", "lfm2", "qwen35", "qwen35moe", "gpt-oss"],
+)
 def test_engine_matches_mlx_lm_with_same_weights(name: str, tmp_path: Path) -> None:
     mx.random.seed(2)
     model, config = small_model(name)
@@ -234,6 +237,10 @@ def test_multi_token_prediction_layers_are_not_loaded(tmp_path: Path) -> None:
         ("glm4", "glm4.rope.scaling.factor", 4.0, "RoPE scaling 'linear' is not supported"),
         ("qwen35", "qwen35.ssm.group_count", 3, "are no model"),
         ("lfm2", "lfm2.attention.head_count_kv", [2, 1, 0, 0], "not one integer"),
+        ("gemma4", "gemma4.attention.head_count_kv", [2, 2, 1, 2], "differ in other ways"),
+        ("gemma4", "gemma4.feed_forward_length", [96, 192, 96, 192], "differ in other ways"),
+        ("gemma4", "gemma4.attention.shared_kv_layers", 4, "differ in other ways"),
+        ("gemma4", "gemma4.rope.dimension_count_swa", 8, "a part of the heads"),
     ],
 )
 def test_features_unsupported_by_mlx_lm_are_refused(
@@ -264,7 +271,7 @@ def test_native_weights_stay_quantized(tmp_path: Path) -> None:
         assert held == count(read_header(file))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3moe", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3moe", "gemma3", "gemma4", "gemma4 with experts"])
 def test_plan_matches_loaded_weights(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,6 +35,14 @@ SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
 }
+GEMMA4_ROPE = {
+    "full_attention": {
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1_000_000.0,
+        "rope_type": "proportional",
+    },
+    "sliding_attention": {"rope_theta": 10_000.0, "rope_type": "default"},
+}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama3": {
@@ -67,6 +75,35 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 12,
         "sliding_window_pattern": 6,
         "num_hidden_layers": 7,
+    },
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "global_head_dim": 32,
+        "sliding_window": 12,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "final_logit_softcapping": 20.0,
+        "rope_parameters": GEMMA4_ROPE,
+    },
+    "gemma4 with experts": {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 0,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "sliding_window": 12,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": None,
+        "rope_parameters": GEMMA4_ROPE,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
     },
     "phi3": {"model_type": "phi3", "tie_word_embeddings": False},
     "granite": {
@@ -183,14 +220,16 @@ def write_model(
 
     `metadata` stands in the place of what it would write under these keys.
     """
-    arch = {"llama3": "llama"}.get(name, name)
+    arch = {"llama3": "llama", "gemma4 with experts": "gemma4"}.get(name, name)
     writer = gguf.GGUFWriter(path, arch)
     _add_sizes(writer, arch, config)
     add_vocabulary(writer)
     (kind,) = (kind for kind, text in gguf.MODEL_ARCH_NAMES.items() if text == arch)
     names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
-    for theirs, array in tree_flatten(model.parameters()):
-        numbers = np.array(array, np.float32)
+    parameters = {name: np.array(x, np.float32) for name, x in tree_flatten(model.parameters())}
+    if arch == "gemma4":
+        parameters = _as_gemma4(parameters, writer, config)
+    for theirs, numbers in parameters.items():
         theirs = theirs.removeprefix("language_model.")
         if arch in ("llama", "granite") and ".q_proj." in theirs:
             numbers = interleaved(numbers, config["num_attention_heads"])
@@ -200,8 +239,8 @@ def write_model(
             numbers = numbers.squeeze(-1)
         if arch.startswith("qwen35"):
             theirs, numbers = _tiled(theirs, numbers, config)
-        theirs = f"{theirs}.weight" if theirs.endswith("sinks") else theirs
-        if arch.startswith("gemma") and theirs.endswith("norm.weight"):
+        theirs = f"{theirs}.weight" if theirs.endswith(("sinks", "layer_scalar")) else theirs
+        if arch in ("gemma2", "gemma3") and theirs.endswith("norm.weight"):
             numbers = numbers + 1
         known = names.get_name(theirs.replace("switch_mlp", "experts"), (".weight", ".bias"))
         # As the converter has it: norms, convolutions and routers stay as they are.
@@ -215,6 +254,36 @@ def write_model(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _as_gemma4(
+    parameters: Mapping[str, np.ndarray[Any, Any]], writer: gguf.GGUFWriter, config: dict[str, Any]
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Return tensors as the converter joins them, and add those that its table does not name."""
+    joined = {}
+    for name, numbers in parameters.items():
+        layer = name.split(".")[2]
+        if name.endswith("router.scale"):
+            writer.add_tensor(f"blk.{layer}.ffn_gate_inp.scale", numbers)
+        elif name.endswith("router.per_expert_scale"):
+            writer.add_tensor(f"blk.{layer}.ffn_down_exps.scale", numbers)
+        elif name.endswith("switch_glu.gate_proj.weight"):
+            up = parameters[name.replace("gate_proj", "up_proj")]
+            joined[f"model.layers.{layer}.experts.gate_up_proj.weight"] = np.concatenate(
+                [numbers, up], axis=1
+            )
+        elif not name.endswith("switch_glu.up_proj.weight"):
+            joined[name.replace("switch_glu.", "")] = numbers
+    layers = config["num_hidden_layers"]
+    for layer in range(layers - config["num_kv_shared_layers"], layers):
+        # Published files have keys and values of layers that use those of others.
+        stem = f"model.layers.{layer}.self_attn"
+        joined[f"{stem}.k_proj.weight"] = np.ones((32, config["hidden_size"]), np.float32)
+        joined[f"{stem}.k_norm.weight"] = np.ones(16, np.float32)
+    rotated = config["global_head_dim"] // 8
+    rest = config["global_head_dim"] // 2 - rotated
+    writer.add_tensor("rope_freqs.weight", np.array([1] * rotated + [1e30] * rest, np.float32))
+    return joined
 
 
 def write_random_llama(path: Path, layers: int, width: int, hidden: int, form: str) -> int:
@@ -315,7 +384,8 @@ def _add_sizes(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> No
     writer.add_rope_freq_base(config["rope_theta"])
     if "num_experts" in config or "num_local_experts" in config:
         writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
-        writer.add_expert_used_count(config["num_experts_per_tok"])
+        used = config.get("top_k_experts") or config["num_experts_per_tok"]
+        writer.add_expert_used_count(used)
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if "sliding_window" in config:
         writer.add_sliding_window(config["sliding_window"])
@@ -326,6 +396,8 @@ def _add_sizes(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> No
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
+    if arch == "gemma4":
+        _add_gemma4(writer, config)
     if arch == "glm4":
         writer.add_rope_dimension_count(config["head_dim"] // 2)
     if arch == "lfm2":
@@ -342,6 +414,30 @@ def _add_sizes(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> No
         inner = config["linear_value_head_dim"] * config["linear_num_value_heads"]
         writer.add_ssm_inner_size(inner)
         writer.add_full_attention_interval(config["full_attention_interval"])
+
+
+def _add_gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    sliding = [kind == "sliding_attention" for kind in config["layer_types"]]
+    layers, wide = len(sliding), config["intermediate_size"]
+    first = layers - config["num_kv_shared_layers"]
+    for key in ("feed_forward_length", "attention.head_count_kv", "attention.key_length"):
+        writer.kv_data[0].pop(f"gemma4.{key}")
+    writer.add_feed_forward_length([wide if layer < first else 2 * wide for layer in range(layers)])
+    full_heads = config.get("num_global_key_value_heads") or config["num_key_value_heads"]
+    heads = config["num_key_value_heads"]
+    writer.add_head_count_kv([heads if slides else full_heads for slides in sliding])
+    writer.add_key_length(config["global_head_dim"])
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_rope_dimension_count(config["global_head_dim"])
+    writer.add_rope_dimension_count_swa(config["head_dim"])
+    writer.kv_data[0].pop("gemma4.rope.freq_base")
+    writer.add_rope_freq_base(config["rope_parameters"]["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    writer.add_sliding_window_pattern(sliding)
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    if config["final_logit_softcapping"]:
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
 
 
 def _llama3_factors(config: dict[str, Any]) -> np.ndarray[Any, Any]:

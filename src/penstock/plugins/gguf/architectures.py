@@ -22,6 +22,8 @@ from penstock.plurals import counted
 
 Config = dict[str, Any]
 
+GATE_UP = "gate_up_proj"
+"""Name of a matrix of experts that are two modules, one above the other in each."""
 _COMMON = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -40,6 +42,21 @@ _GEMMA = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GEMMA4 = {
+    **_GEMMA,
+    "layer_output_scale": "layer_scalar",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_gate_up_exps": f"experts.switch_glu.{GATE_UP}",
+    "ffn_down_exps": "experts.switch_glu.down_proj",
+    "ffn_down_exps.scale": "router.per_expert_scale",
 }
 _PHI = {**_COMMON, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _EXPERTS = {
@@ -100,18 +117,23 @@ _OUTER = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "token_embd_norm": "model.embedding_norm",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
     "output": "lm_head",
 }
 _WHOLE_NAMES = {
     "linear_attn.A_log": "linear_attn.A_log",
     "linear_attn.dt.bias": "linear_attn.dt_bias",
     "self_attn.sinks.weight": "self_attn.sinks",
+    "layer_scalar.weight": "layer_scalar",
 }
 """Names of arrays that are not the `weight` or `bias` of a module."""
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are converted to values of the config; the model has no such weights."""
 _PARTLY_ROTARY = ("phi3", "glm4", "qwen35", "qwen35moe")
 """Architectures whose RoPE may rotate only a part of a head."""
+_SHARED_KV = "attention.shared_kv_layers"
 _BLOCK = re.compile(r"blk\.([0-9]{1,9})\.([\w.]+?)(\.weight|\.bias|)")
 
 
@@ -128,6 +150,8 @@ class Architecture:
     """Offset that is included in the file's norm weights, but that mlx-lm adds itself."""
     prefix: str = ""
     """Prefix of all weight names in mlx-lm's model."""
+    varies: bool = False
+    """Whether layers may differ in size and KV heads, which `special` returns."""
     scales_rope: bool = True
     """Whether mlx-lm's model supports `rope_scaling`."""
 
@@ -161,9 +185,7 @@ def config(header: Header) -> Config:
         "model_type": kind.model_type,
         "hidden_size": hidden,
         "num_hidden_layers": layer_count(header),
-        "intermediate_size": header.integer(f"{prefix}.feed_forward_length", 0),
         "num_attention_heads": heads,
-        "num_key_value_heads": _key_heads(header, prefix, heads),
         "head_dim": header.integer(f"{prefix}.attention.key_length", hidden // heads),
         "rms_norm_eps": header.number(f"{prefix}.attention.layer_norm_rms_epsilon"),
         "vocab_size": _vocabulary(header),
@@ -172,6 +194,9 @@ def config(header: Header) -> Config:
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "eos_token_id": end_tokens(header),
     }
+    if not kind.varies:
+        common["intermediate_size"] = header.integer(f"{prefix}.feed_forward_length", 0)
+        common["num_key_value_heads"] = _key_heads(header, prefix, heads)
     head = header.integer(f"{prefix}.attention.key_length", hidden // heads)
     rotary = header.integer(f"{prefix}.rope.dimension_count", head)
     if rotary != head and prefix not in _PARTLY_ROTARY:
@@ -208,13 +233,23 @@ def layer_count(header: Header) -> int:
 def is_read(header: Header, tensor: str) -> bool:
     """Return whether a tensor is a weight of the model that is loaded.
 
-    RoPE's factors and layers for multi-token prediction are not.
+    RoPE's factors and layers for multi-token prediction are not, nor keys and values of layers that
+    use those of others.
     """
-    predicting = f"{header.metadata.get('general.architecture')}.nextn_predict_layers"
+    prefix = header.metadata.get("general.architecture")
+    predicting, shared = f"{prefix}.nextn_predict_layers", f"{prefix}.{_SHARED_KV}"
     match = _BLOCK.fullmatch(tensor)
-    if match is not None and predicting in header.metadata:
-        return int(match[1]) < layer_count(header)
-    return tensor not in ROPE_TENSORS
+    if match is None:
+        return tensor not in ROPE_TENSORS
+    layers = header.integer(predicting, 0) and layer_count(header)
+    if layers and int(match[1]) >= layers:
+        return False
+    of_keys = match[2] in ("attn_k", "attn_v", "attn_k_norm")
+    return not (
+        of_keys
+        and shared in header.metadata
+        and int(match[1]) >= layer_count(header) - header.integer(shared)
+    )
 
 
 def _key_heads(header: Header, prefix: str, heads: int) -> int:
@@ -469,6 +504,81 @@ def _gemma3(header: Header, prefix: str) -> Config:
     }
 
 
+def _gemma4(header: Header, prefix: str) -> Config:
+    layers = layer_count(header)
+    sliding = header.flags(f"{prefix}.attention.sliding_window_pattern", layers)
+    shared, first = header.integer(f"{prefix}.{_SHARED_KV}", 0), 0
+    if shared < layers:
+        first = layers - shared
+    narrow, *_, last = widths = header.integers(f"{prefix}.feed_forward_length")[:layers] * 2
+    double = last != narrow
+    doubled = [narrow * (1 + (double and layer >= first)) for layer in range(layers)]
+    counts = header.integers(f"{prefix}.attention.head_count_kv")[:layers]
+    keys = [
+        {count for count, slides in zip(counts, sliding, strict=True) if slides is kind}
+        for kind in (True, False)
+    ]
+    if not first or widths[:layers] != doubled or any(len(of) != 1 for of in keys):
+        raise ModelError(f"{header.name}: its layers differ in other ways than those of Gemma 4")
+    (window_keys,), (full_keys,) = keys
+    full_head = header.integer(f"{prefix}.attention.key_length")
+    inputs = header.integer(f"{prefix}.embedding_length_per_layer_input", 0)
+    experts = header.integer(f"{prefix}.expert_count", 0)
+    config: Config = {
+        "head_dim": header.integer(f"{prefix}.attention.key_length_swa", full_head),
+        "global_head_dim": full_head,
+        "intermediate_size": narrow,
+        "use_double_wide_mlp": double,
+        "num_key_value_heads": window_keys,
+        "num_global_key_value_heads": full_keys,
+        "num_kv_shared_layers": shared,
+        "attention_k_eq_v": any(
+            f"blk.{layer}.attn_v.weight" not in header.tensors
+            for layer in range(first)
+            if not sliding[layer]
+        ),
+        "layer_types": ["sliding_attention" if slides else "full_attention" for slides in sliding],
+        "sliding_window": header.integer(f"{prefix}.attention.sliding_window"),
+        "final_logit_softcapping": header.number(f"{prefix}.final_logit_softcapping", 0.0) or None,
+        "hidden_size_per_layer_input": inputs,
+        "enable_moe_block": bool(experts),
+        "rope_parameters": {
+            "full_attention": {
+                "partial_rotary_factor": _rotated_share(header, full_head),
+                "rope_theta": header.number(f"{prefix}.rope.freq_base", 10_000.0),
+                "rope_type": "proportional",
+            },
+            "sliding_attention": {
+                "rope_theta": header.number(f"{prefix}.rope.freq_base_swa", 10_000.0),
+                "rope_type": "default",
+            },
+        },
+    }
+    if (
+        header.integer(f"{prefix}.rope.dimension_count_swa", config["head_dim"])
+        != config["head_dim"]
+    ):
+        raise ModelError(f"{header.name}: RoPE rotates a part of the heads of sliding layers")
+    if inputs and (embedding := header.tensors.get("per_layer_token_embd.weight")) is not None:
+        config["vocab_size_per_layer_input"] = embedding.shape[0]
+    if experts:
+        config["num_experts"] = experts
+        config["top_k_experts"] = header.integer(f"{prefix}.expert_used_count")
+        config["moe_intermediate_size"] = header.integer(f"{prefix}.expert_feed_forward_length")
+    return config
+
+
+def _rotated_share(header: Header, head: int) -> float:
+    """Return the share of a head that RoPE rotates; the factors of the rest are 1e30."""
+    name = "rope_freqs.weight"
+    factors = _factors(header, name) if name in header.tensors else []
+    rotated = factors.count(1.0)
+    fixed = [factor for factor in factors[rotated:] if factor >= 1e30]
+    if len(factors) != head // 2 or rotated + len(fixed) != len(factors):
+        raise ModelError(f"{header.name}: the factors in {name} are not Gemma 4's")
+    return 2 * rotated / head
+
+
 def _phi3(header: Header, prefix: str) -> Config:
     heads = header.integer(f"{prefix}.attention.head_count")
     head = header.integer(f"{prefix}.embedding_length") // heads
@@ -611,6 +721,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3moe": Architecture("qwen3_moe", _qwen3moe, _EXPERTS),
     "gemma2": Architecture("gemma2", _gemma2, _GEMMA, norm_offset=1.0),
     "gemma3": Architecture("gemma3_text", _gemma3, _GEMMA, norm_offset=1.0),
+    "gemma4": Architecture("gemma4_text", _gemma4, _GEMMA4, varies=True, scales_rope=False),
     "phi3": Architecture("phi3", _phi3, _PHI),
     "granite": Architecture("granite", _granite, interleaved=True),
     "glm4": Architecture("glm4", _glm4, _GLM4, scales_rope=False),

@@ -24,6 +24,9 @@ Codes: TypeAlias = tuple[Bytes, ...]
 """Words of codes, scales, and biases in affine forms."""
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 
+Rows: TypeAlias = mx.array | tuple[slice, ...]
+"""Index of leading axes."""
+
 NUMBERS_IN_CACHE = 1 << 18
 """Numbers of a tensor whose codes are converted at a time."""
 NUMBERS_TOGETHER = 4 << 20
@@ -45,7 +48,7 @@ class AffineCodes:
             self.weight, self.scales, self.biases, group_size=GROUP, bits=self.bits
         )
 
-    def rows(self, order: mx.array) -> AffineCodes:
+    def rows(self, order: Rows) -> AffineCodes:
         return AffineCodes(self.weight[order], self.scales[order], self.biases[order], self.bits)
 
     def groups(self, order: mx.array) -> AffineCodes:
@@ -68,7 +71,7 @@ class FloatCodes:
         )
         return codes
 
-    def rows(self, order: mx.array) -> FloatCodes:
+    def rows(self, order: Rows) -> FloatCodes:
         return FloatCodes(self.weight[order], self.scales[order])
 
 

@@ -127,6 +127,13 @@ class Header:
             raise ModelError(f"{self.name}: {key} is not one count for each layer")
         return [int(count) for count in value]
 
+    def flags(self, key: str, layers: int) -> list[bool]:
+        """Return one flag per layer; ModelError if missing or invalid."""
+        value = self.get(key, np.ndarray)
+        if value is None or value.dtype.kind not in "biu" or len(value) < layers:
+            raise ModelError(f"{self.name}: {key} is not one flag for each layer")
+        return [bool(flag) for flag in value[:layers]]
+
     def number(self, key: str, default: float | None = None) -> float:
         """Return a finite number, or `default`; ModelError if missing or invalid."""
         value = self.get(key, (int, float), default)

@@ -56,8 +56,10 @@ def tensors(
     }
     number_type: mx.Dtype = getattr(mx, dtype)
 
-    def read(tensor: TensorInfo, name: str) -> list[mx.array]:
+    def read(tensor: TensorInfo, name: str, part: blocks.Rows | None) -> list[mx.array]:
         value = blocks.read(tensor, float32=float32)
+        if part is not None:
+            value = _in_rows(value, part)
         rotated = heads.get(tensor.name.split(".")[-2]) if kind.interleaved else None
         if rotated is not None:
             if tensor.shape[0] % (2 * rotated):
@@ -86,7 +88,20 @@ def tensors(
             raise ModelError(
                 f"{header.name} has a tensor {tensor.name[:64]!r}, unlike {kind.model_type}"
             )
-        yield UnreadTensor(_names(tensor, name, float32=float32), partial(read, tensor, name))
+        for module, part in _parts(tensor, name):
+            names = _names(tensor, module, float32=float32)
+            yield UnreadTensor(names, partial(read, tensor, module, part))
+
+
+def _parts(tensor: TensorInfo, name: str) -> Iterator[tuple[str, blocks.Rows | None]]:
+    """Yield the names of the modules that a tensor is the weight of, and the rows of each."""
+    stem, joined, suffix = name.rpartition(architectures.GATE_UP)
+    if not joined or len(tensor.shape) != 3:
+        yield name, None
+        return
+    half = tensor.shape[1] // 2
+    for side, rows in (("gate_proj", slice(None, half)), ("up_proj", slice(half, None))):
+        yield f"{stem}{side}{suffix}", (slice(None), rows)
 
 
 def _qwen35(name: str, value: Weight, config: dict[str, Any]) -> Weight:
@@ -143,9 +158,10 @@ def _quantization(header: Header) -> dict[str, Any]:
     """Return mlx-lm's `quantization` config; empty if no module is quantized."""
     kind = architectures.architecture(header)
     forms = {
-        str(architectures.module_of(kind, tensor.name)).removesuffix(".weight"): tensor.form
+        module.removesuffix(".weight"): tensor.form
         for tensor in model_tensors(header)
         if tensor.form.bits is not None
+        for module, _ in _parts(tensor, str(architectures.module_of(kind, tensor.name)))
     }
     if not forms:
         return {}
@@ -170,7 +186,7 @@ def _straightened(value: Weight, heads: int) -> Weight:
     return _in_rows(value, mx.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1))
 
 
-def _in_rows(value: Weight, order: mx.array) -> Weight:
+def _in_rows(value: Weight, order: blocks.Rows) -> Weight:
     return value[order] if isinstance(value, mx.array) else value.rows(order)
 
 
