@@ -31,6 +31,7 @@ CLIENT_KEY = "a client's key, which opens a server and is not shown to one"
 OWN_OPTIONS = {
     ("cache", "--ssd-cache-dir"): "must be there, and nothing is kept in it",
     ("chat", "--api-key"): CLIENT_KEY,
+    ("explain", "--api-key"): CLIENT_KEY,
     ("launch", "--api-key"): CLIENT_KEY,
     ("top", "--api-key"): CLIENT_KEY,
 }

@@ -9,12 +9,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 
-def evaluate(model: nn.Module) -> None:
-    """Evaluate the weights and constants of a model.
+def evaluate(model: Any) -> None:
+    """Evaluate the weights and constants of a model; do nothing with anything else.
 
     The engine's thread cannot evaluate arrays that another thread has left unevaluated.
     """
-    mx.eval(model.parameters(), list(_constants(model)))  # type: ignore[no-untyped-call]
+    if isinstance(model, nn.Module):
+        mx.eval(model.parameters(), list(_constants(model)))  # type: ignore[no-untyped-call]
 
 
 def _constants(model: nn.Module) -> Iterator[mx.array]:
