@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import json
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,25 +14,37 @@ import pytest
 
 pytest.importorskip("mlx_vlm", reason="needs mlx-vlm: make test-vlm")
 
-from servers import serving
+from servers import Running, serving
 from tiny_image_models import Pair, picture
+
+from penstock.models.source_choice import choose_source
+from penstock.server.hints import hint_of
+from penstock.server.prompts import Prompts
 
 TOKENS = 6
 LIMIT = {"memory_limit": "400MB", "block_size": 16}
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return Pair.of("qwen2_vl", tmp_path_factory.mktemp("images") / "qwen2_vl")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("images") / "qwen2_vl"
 
 
 @pytest.fixture(scope="module")
-def http(pair: Pair) -> Iterator[httpx.Client]:
+def pair(folder: Path) -> Pair:
+    return Pair.of("qwen2_vl", folder)
+
+
+@pytest.fixture(scope="module")
+def server(pair: Pair) -> Iterator[Running]:
     loaded = pair.loaded
-    with (
-        serving(loaded.model, loaded.tokenizer, engine=LIMIT, temperature=0.0) as running,
-        httpx.Client(base_url=running.url, timeout=60) as client,
-    ):
+    with serving(loaded.model, loaded.tokenizer, engine=LIMIT, temperature=0.0) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def http(server: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
 
 
@@ -238,3 +252,31 @@ def test_explanation_distinguishes_images(http: httpx.Client) -> None:
     assert same["held_tokens"] == same["prompt_tokens"] // 16 * 16
     assert other["held_tokens"] < same["held_tokens"]
     assert other["prompt_tokens"] == same["prompt_tokens"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_routing_hint_of_image_matches_engine_prompt(
+    path: str, folder: Path, server: Running, http: httpx.Client
+) -> None:
+    """A router has no weights, and finds the blocks that a replica has of images."""
+    _, reader = choose_source(str(folder))
+    prompts = Prompts(server.service.prompts.tokenizer, images=reader.image_reader(str(folder)))
+
+    def body(file: bytes) -> dict[str, Any]:
+        if path == "/v1/messages":
+            message = {"role": "user", "content": [text(f"Via {path}: "), block(file)]}
+            return {"model": "recall", "max_tokens": 2, "messages": [message]}
+        if path == "/v1/responses":
+            words = {"type": "input_text", "text": f"Via {path}: "}
+            parts = [words, {"type": "input_image", "image_url": url(file)}]
+            return {"input": [{"role": "user", "content": parts}], "max_output_tokens": 2}
+        message = {"role": "user", "content": [text(f"Via {path}: "), chat_part(file)]}
+        return {"messages": [message], "max_tokens": 2}
+
+    first, other = (body(picture(seed, 200, 160)) for seed in (51, 52))
+    hint, another = (hint_of(path, json.dumps(sent).encode(), prompts) for sent in (first, other))
+    assert hint is not None and another is not None
+    assert http.post(path, json=first).status_code == 200
+    explain = server.service.engine.explain
+    assert explain(hint.tokens, hint.salt).held_tokens == len(hint.tokens) // 16 * 16 > 32
+    assert explain(another.tokens, another.salt).held_tokens < 32

@@ -29,6 +29,7 @@ from penstock.memory.sizes import format_bytes
 from penstock.models import named, template_files
 from penstock.models.adapters import put_adapters
 from penstock.models.constants import evaluate
+from penstock.models.image_reader import ImageReader
 from penstock.models.mtp import split_weights, with_head
 from penstock.models.source import (
     MLX_LM,
@@ -108,6 +109,9 @@ class ModelReader(Protocol):
     def reads_images(self, config: Mapping[str, Any]) -> bool:
         """Return whether the reader supports image inputs for models with this config."""
 
+    def image_reader(self, source: str) -> ImageReader | None:
+        """Return the reader of a model's images without its weights; None for text-only models."""
+
     def read(self, source: str) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
         """Return the model, tokenizer and config of a folder or hub name."""
 
@@ -124,6 +128,9 @@ class MlxLmReader:
 
     def reads_images(self, config: Mapping[str, Any]) -> bool:
         return False
+
+    def image_reader(self, source: str) -> ImageReader | None:
+        return None
 
     def read(self, source: str) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
         model, tokenizer, config = mlx_lm.load(source, SAFELY, lazy=True, return_config=True)

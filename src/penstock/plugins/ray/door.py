@@ -19,6 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.config import ApiKey
 from penstock.models.mlx_lm import load_tokenizer
+from penstock.models.source import checked_source
+from penstock.models.source_choice import choose_source
 from penstock.plugins.ray.fleet_metrics import FleetMetrics
 from penstock.plugins.ray.fleet_state import fleet_state
 from penstock.plugins.ray.passing import Passing
@@ -48,15 +50,18 @@ PASSED = ("type", "http_version", "method", "scheme", "path", "raw_path", "query
 
 
 class Door:
-    """Ingress of all replicas, which has the tokenizer but no model."""
+    """Ingress of all replicas, which has the tokenizer and image processor but no model."""
 
     def __init__(self, replicas: DeploymentHandle, served: Served) -> None:
         self._replicas = replicas
         self._name = served.name
         self._settings = served.settings
         self._access = Access(served.settings.api_key, file=served.settings.keys)
+        source = checked_source(served.model)
+        _, reader = choose_source(source, served.model_source)
         self._prompts = Prompts(
             load_tokenizer(served.model),
+            images=reader.image_reader(source),
             keep_billing_header=served.settings.keep_billing_header,
             tool_parser=served.settings.tool_parser,
             reasoning_parser=served.settings.reasoning_parser,

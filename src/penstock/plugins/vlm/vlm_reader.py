@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -101,6 +102,18 @@ class VlmReader:
         text = config.get("text_config")
         attention = text.get(SEES_AHEAD) if isinstance(text, dict) else None
         return config.get("model_type") in FAMILIES and attention != "vision"
+
+    def image_reader(self, source: str) -> VlmImages | None:
+        folder = mlx_vlm.utils.get_model_path(source)
+        fields = mlx_vlm.utils.load_config(folder)
+        processor = _processor(folder) if self.reads_images(fields) else None
+        if processor is None:
+            return None
+        model_class, _ = mlx_vlm.utils.get_model_and_args(fields)
+        config = model_class.ModelConfig.from_dict(fields)
+        marker = FAMILIES[fields["model_type"]]
+        model = SimpleNamespace(config=config)
+        return VlmImages(model, processor, marker, mlx_vlm.utils.prepare_inputs)
 
     def read(self, source: str) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
         folder = mlx_vlm.utils.get_model_path(source)
