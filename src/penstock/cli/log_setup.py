@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 from penstock.config import ServerSettings
 
@@ -28,5 +29,7 @@ def set_up_logs(settings: ServerSettings) -> None:
     else:
         handler.setLevel(logging.WARNING)  # StartProgress prints INFO records
     logging.basicConfig(format="penstock: %(message)s", handlers=[handler])
+    # Read when the library is imported. Its handler would print each retry a second time, as text.
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     for name in UNHEARD:
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
