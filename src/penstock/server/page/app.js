@@ -20,8 +20,12 @@ const tree = new TreeView();
 const requests = new Requests();
 const speeds = [];
 let shown = null;
+let latest = null;
 let watch = () => {};
-const picker = new Picker(() => watch());
+const picker = new Picker(() => {
+  if (latest) chat.serves(latest); // a question may be sent before the next snapshot
+  watch();
+});
 const chat = new Chat(picker);
 const preempted = term("preempted", "queue-meaning", "–");
 
@@ -64,6 +68,7 @@ function show(snapshot) {
   picker.show(snapshot.models);
   byId("stats").hidden = !snapshot.model;
   byId("stats").href = `v1/cache/stats?model=${encodeURIComponent(snapshot.model)}`; // or a pool would load its first
+  latest = snapshot;
   chat.serves(snapshot);
   if (snapshot.history) {
     chart.remember(snapshot.history);
