@@ -37,7 +37,7 @@ def ask(scripted: Any, messages: list[dict[str, Any]], tools: Any = TOOLS) -> tu
     return text, usage.cached_tokens / usage.prompt_tokens
 
 
-def test_scripted_turns_are_answered_from_cache(scripted: Any) -> None:
+def test_scripted_turns_follow_script_and_reuse_cached_prefix(scripted: Any) -> None:
     *_, script = scripted
     messages = [{"role": "system", "content": "You are a coding agent. " * 100}]
     shares = []

@@ -200,7 +200,9 @@ def test_unsupported_codec_combinations_are_refused(
     ("max_kv_size", "keep", "kept"),
     [(100, 20, 20), (100, 99, 99), (100, None, 50), (8, None, 4), (10_000, None, 4_096)],
 )
-def test_default_keep_is_below_window(max_kv_size: int, keep: int | None, kept: int) -> None:
+def test_keep_is_as_requested_or_half_of_window_up_to_4096(
+    max_kv_size: int, keep: int | None, kept: int
+) -> None:
     cache = make_kv_cache(model_of("llama"), max_kv_size, keep)
     assert {layer.keep for layer in cache} == {kept}
     assert {type(layer) for layer in cache} == {SinkRotatingKVCache}

@@ -92,7 +92,7 @@ def test_quantized_rotating_cache_keeps_size_and_tokens() -> None:
     assert batch.extract(1).bits == 8
 
 
-def test_conversion_keeps_capacity_and_needs_one_raw_copy() -> None:
+def test_conversion_keeps_capacity_and_holds_at_most_one_layer_twice() -> None:
     layers = [KVCache(capacity=2_048) for _ in range(8)]
     for cache in layers:
         cache.update_and_fetch(*kv(2_000))

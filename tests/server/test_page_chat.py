@@ -148,7 +148,7 @@ def test_end_of_answer_is_visible_on_phone(browser: Any) -> None:
         page.faults.clear()  # the browser tells each attempt
 
 
-def test_first_conversation_hits_cache(browser: Any) -> None:
+def test_second_turn_of_example_hits_cache(browser: Any) -> None:
     with serving(engine={"block_size": 32}) as running, opened(browser, running.url) as page:
         page.get_by_role("button", name="Tell it eight facts").click()
         costs = page.locator(".message .cost")

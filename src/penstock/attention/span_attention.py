@@ -106,7 +106,7 @@ class AttentionWindow:
         return AttentionWindow(window)
 
     def mask(self, queries: mx.array, columns: mx.array) -> mx.array:
-        """Return the mask of positions (n,) over columns (m,): (n, m) bool, True if visible."""
+        """Return the mask of query positions (n,) over columns (m,): (n, m), True if visible."""
         q, c = queries[:, None], columns[None]
         seen = c <= q
         if self.window is not None:

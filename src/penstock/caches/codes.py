@@ -18,7 +18,7 @@ BLOCK_TOKENS = 64
 
 
 class Codes(Growing):
-    """Encoded blocks of one sequence: at most `max_columns`, of which the first `kept` stay."""
+    """Quantized KV of one sequence: at most `max_columns` tokens; the first `kept` stay."""
 
     step = BLOCK_TOKENS
 

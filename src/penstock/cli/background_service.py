@@ -113,7 +113,9 @@ def logs(
     lines: Annotated[
         int, typer.Option("--lines", "-n", help="Number of lines to print.", min=1)
     ] = 50,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines, too.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Keep printing new lines.")
+    ] = False,
 ) -> None:
     """Print the last lines of the service's output."""
     manager = _manager([])

@@ -81,7 +81,7 @@ class ReloadedFile:
                 },
             )
         except SettingError as error:
-            logger.error("--config was not reloaded; keeping the previous settings: %s", error)
+            logger.error("--config was not reloaded (%s); keeping the previous settings", error)
             return
         self._values = values
         change(changed)
@@ -116,7 +116,7 @@ class ReloadedTable:
         try:
             table = {model.name: model for model in self._read()}
         except SettingError as error:
-            logger.error("--models was not reloaded; keeping the previous settings: %s", error)
+            logger.error("--models was not reloaded (%s); keeping the previous settings", error)
             return
         before, self._table = self._table, table
         later = before.keys() ^ table.keys()

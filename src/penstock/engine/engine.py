@@ -372,7 +372,7 @@ class Engine:
 
     @property
     def image_reader(self) -> ImageReader | None:
-        """The model's reader of images; None if this engine accepts only text."""
+        """The model's image processor; None if this engine accepts only text."""
         core = self._core
         return image_reader(core.runner.model) if core.group.size == 1 else None
 
@@ -524,7 +524,7 @@ def _enqueue(core: Core, handles: Sequence[Handle]) -> Explanation | None:
         return core.view.explain(first.keyed_prompt, first.salt, block_hashes=block_hashes[0])
     # A failed explanation must not fail the request.
     except Exception as error:
-        logger.error("explaining a prompt failed: %s", type(error).__name__)
+        logger.error("could not explain the cache hits of a prompt: %s", type(error).__name__)
         logger.debug("traceback of the failed explanation", exc_info=error)
         return None
 

@@ -118,7 +118,7 @@ class Intake:
         return request if salt == request.salt else request.model_copy(update={"salt": salt})
 
     def check_queue(self, handles: Items[Handle]) -> None:
-        """Raise QueueFull if the queue cannot take all requests; displaces none."""
+        """Raise QueueFull if the requests do not fit even by displacing waiting ones."""
         answers = sum(handle.request.n for handle in handles)
         self._scheduler.to_displace(self._owners(handles[0].request), answers)
 

@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 
 def evaluate(model: Any) -> None:
-    """Evaluate the weights and constants of a model; do nothing with anything else.
+    """Evaluate the weights and constants of a model; do nothing if it is not an `nn.Module`.
 
     The engine's thread cannot evaluate arrays that another thread has left unevaluated.
     """

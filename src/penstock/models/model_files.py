@@ -30,7 +30,7 @@ class ModelFile(Protocol):
         """Return the bytes of packed weights; None if there are no quantized weights."""
 
     def codes_errors(self) -> dict[str, float]:
-        """Return the relative error of converting formats that MLX does not have, by format."""
+        """Return the largest relative error of requantized tensors, for each format MLX lacks."""
 
     def widening(self, weights_dtype: WeightsDtype, limit_bytes: int | None) -> Widening:
         """Return how the weights would be converted, without reading them."""

@@ -78,7 +78,7 @@ def read_object(source: str | Path, name: str) -> dict[str, Any]:
     try:
         content: Any = json.loads(read_text(file))
     except (OSError, ValueError, RecursionError) as error:
-        logger.warning("ignoring %s of the model, which cannot be read: %s", file, error)
+        logger.warning("ignoring %s, which cannot be read: %s", file, error)
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -284,10 +284,10 @@ class ModelPool:
             # A boundary: one failing model does not stop the pool.
             except Exception as error:
                 logger.error(
-                    "a turn of the model pool failed with %s; the pool keeps running",
+                    "an iteration of the model pool failed with %s; the pool keeps running",
                     type(error).__name__,
                 )
-                logger.debug("traceback of the failed turn", exc_info=error)
+                logger.debug("traceback of the failed iteration", exc_info=error)
         self._loader.submit(mx.clear_streams).result()  # after the model that is being loaded
         self._loader.shutdown()
         while not self._calls.empty():

@@ -128,7 +128,11 @@ class Dialect(ABC):
     def budget(
         self, prompt: Sequence[int], limit: ReasoningBudget | None = None
     ) -> ReasoningBudget | None:
-        """Return the reasoning limit; set `in_reasoning` if the prompt ends inside reasoning."""
+        """Return the reasoning budget to use, and set `in_reasoning`.
+
+        A grammar that includes the reasoning replaces `limit` by None; another one, by a budget
+        for the reasoning that the prompt has opened.
+        """
         prompts, bound = self.service.prompts, self.rule.grammar is not None
         if bound and self.rule.free:
             limit = None

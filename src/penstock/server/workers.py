@@ -91,9 +91,10 @@ class FairThread:
 
 
 class Workers:
-    """Worker threads: one each for short prompts, long prompts and grammars, two for the disk.
+    """Worker threads: for short prompts, long prompts, grammars, sessions and remote images.
 
-    Clients take turns, except for the disk. Call all methods on the event loop.
+    The first three are one thread each, in which clients take turns. Call all methods on the event
+    loop.
     """
 
     def __init__(self, max_waiting: int) -> None:

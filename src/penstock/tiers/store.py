@@ -173,7 +173,7 @@ class Store(ABC):
             elif isinstance(error, Damaged):
                 self.counts.damaged_blocks += 1
                 logger.warning(
-                    "block %s of the %s cache is damaged (%s); removing it, it will be recomputed",
+                    "block %s of the %s cache is damaged (%s); removing it to recompute it",
                     key.hex()[:12],
                     self.tier_name,
                     error,

@@ -33,6 +33,6 @@ def test_proposal_is_cut_before_early_eos(proposal: list[int], allowed: int) -> 
     assert free.allowed_tokens(proposal) == len(proposal)
 
 
-def test_min_tokens_excludes_reasoning_budget() -> None:
+def test_min_tokens_with_reasoning_budget_is_refused() -> None:
     with pytest.raises(SettingError, match="cannot be combined"):
         Request(prompt=(1,), min_tokens=2, reasoning=ReasoningBudget(max_tokens=2, end=(5,)))

@@ -148,8 +148,8 @@ def test_stop_string_across_tokens_is_detected(kind: str) -> None:
     assert stream.stopped == "bca"
 
 
-def test_stop_string_of_test_spans_several_pieces(kind: str) -> None:
-    """Searching single pieces would not find it."""
+def test_no_single_piece_contains_stop_string(kind: str) -> None:
+    """Negative control."""
     tokens = [*tokens_of(kind, "x"), piece_token("ab"), piece_token("cab")]
     pieces, _ = run(kind, tokens, ())
     assert "".join(pieces) == "xabcab"

@@ -14,7 +14,7 @@ from penstock.recall import MODEL_PATH
 REQUEST = Request(prompt=(1, 2, 3), stop=("b",), max_tokens=4)
 
 
-def test_engine_without_tokenizer_has_no_text() -> None:
+def test_text_of_no_decoder_is_empty() -> None:
     text = text_of(None)
     assert type(text) is TokensOnly and not text.ends
     stream = text.stream(REQUEST)

@@ -290,7 +290,7 @@ def test_spans_outside_window_are_released(keep: int) -> None:
     try:
         kv = running_core(core, 30, 1)
         while core.step() and core.admission.sequences:
-            spans, nearest = kv.spans(), core.runner.nearest(kv.position)
+            spans, nearest = kv.spans(), core.runner.window_start(kv.position)
             covered = [at for span in spans for at in range(span.start, span.end)]
             assert len(set(covered)) == len(covered)
             end = kv.committed_end

@@ -41,7 +41,7 @@ class ChunkChoice:
     memory: StepMemory = field(default_factory=StepMemory)
 
     def begin(self, layer: int, attention_window: AttentionWindow, tokens: int) -> int | None:
-        """Return the first of a chunk's tokens that selects in a layer; None if none does."""
+        """Return the index in a chunk of the first token whose query selects; None if none does."""
         offset = self.row.position
         last = offset + tokens - 1
         if layer not in self.selection.layers or not attention_window.sees_all(last):

@@ -81,6 +81,6 @@ class ModelFigures:
         """Whether sequences longer than the window drop tokens."""
         return not (self.compresses or self.whole)
 
-    def nearest(self, position: int) -> int:
-        """Return the first position after the kept ones that a layer attends to from `position`."""
+    def window_start(self, position: int) -> int:
+        """Return the earliest start of a layer's window at `position`, regardless of `keep`."""
         return min((window.starts_at(position) for window in self.windows), default=0)

@@ -266,7 +266,7 @@ class Runner:
         """Return a segment with the index of its keys, if decode steps use one."""
         return self.selection.index.indexed(segment, start, self.device)
 
-    def nearest(self, position: int) -> int:
+    def window_start(self, position: int) -> int:
         return min(
             (attention_window.starts_at(position) for attention_window in self.distinct_windows),
             default=0,

@@ -23,9 +23,9 @@ def verified_greedy(
     """Return the tokens of each row up to the first that was not proposed.
 
     Args:
-        chosen: argmax after each new token, row by row; each row has one more than the longest
-            proposal has tokens.
-        proposals: proposed tokens of each row; may be empty.
+        chosen: argmax after each new token, flattened; each row is padded to the length of the
+            longest proposal, plus one.
+        proposals: proposed tokens of each row, which may be none.
 
     Returns:
         The accepted tokens of each row and the one after them, or the error of its first token.
@@ -59,7 +59,7 @@ def verified(
     Args:
         logits: evaluated logits, (rows, width, vocabulary); width is 1 plus the length of the
             longest proposal.
-        proposals: proposed tokens of each row; may be empty.
+        proposals: proposed tokens of each row, which may be none.
         samplers: sampler of each row.
         generated: all tokens that each row has generated before.
 

@@ -150,9 +150,9 @@ class Scheduler(Generic[T]):
     later arrivals cannot delay it. The rest goes to the least-served client, and its least-served
     request and sequence, so that short prompts do not wait for long ones. Sequences without
     progress for `max_batch_size` steps come first. If the rest is smaller than a block, the oldest
-    sequence and the others take turns. If a step is too short for a block, one sequence prefills a
-    part of it. So an admitted request makes progress at least once in `3 x max_batch_size` steps,
-    however many others arrive.
+    sequence and the others take turns. If a step has too little time for a block, one sequence
+    prefills a part of it. So an admitted request makes progress at least once in
+    `3 x max_batch_size` steps, however many others arrive.
 
     Places are shared fairly (`fair_shares`) within a priority: lower priorities wait while higher
     ones are queued.
@@ -374,8 +374,9 @@ class Scheduler(Generic[T]):
         least one if any can be.
 
         Args:
-            time: time limit for prefill; None means no limit besides `budget_tokens`. If no token
-                fits into the time, one block is prefilled anyway.
+            time: time limit for prefill; None means no limit besides `budget_tokens`. If no block
+                fits into the time, the rest of one is prefilled anyway, or a part of it if that
+                would take much longer (`StepTime.part`).
         """
         self._note_progress()
         placed = self.placed()

@@ -543,7 +543,7 @@ class SequenceKV:
     def _forget_unseen(self) -> None:
         """Free own spans, and the end of the path, that are outside all windows."""
         figures = self._stores.figures
-        nearest = figures.nearest(self.position)
+        nearest = figures.window_start(self.position)
         keep = max((window.keep for window in figures.windows), default=0)
         if nearest <= keep or not self.own_spans:
             return

@@ -11,7 +11,7 @@ from penstock.kv.codecs.coded import Codec, Scales
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Codec of keys and codec of values; None stores raw values."""
+    """Codec of the keys and codec of the values; None leaves that side unquantized."""
 
     name: str
     keys: Codec | None

@@ -331,7 +331,7 @@ class CPUBackend(MLXBackend):
         return mx.contiguous(products.swapaxes(-1, -2))
 
     def multiply_weights(self, x: mx.array, weights: mx.array) -> mx.array:
-        """See `AttentionBackend`; for few rows, uses pieces of weights, without copies by BLAS."""
+        """See `AttentionBackend`; few rows take weights in pieces, which BLAS does not copy."""
         (m, n), rows = weights.shape, x.size // x.shape[-1]
         piece = _piece(rows, m, n) if multiplies_unpacked() else 0
         if not piece or x.dtype != mx.float32 or weights.dtype != mx.float32:

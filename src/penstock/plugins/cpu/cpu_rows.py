@@ -58,7 +58,7 @@ class RowsPart:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Unnormalized attention over some columns: `attention.Partial` with NumPy arrays."""
+    """Unnormalized attention over some columns: `span_attention.Partial` with NumPy arrays."""
 
     top: Floats
     total: Floats
@@ -78,7 +78,7 @@ class Sums:
 
     @_QUIET
     def result(self, sinks: Floats | None) -> Floats:
-        """Return the normalized attention; sinks are as for `attention.merged`."""
+        """Return the normalized attention; sinks are as for `span_attention.merged`."""
         if sinks is None:
             return self.mixed / self.total
         top = np.maximum(self.top, sinks)

@@ -134,7 +134,9 @@ class Ways:
         except Exception as error:
             if self.always is not None:
                 raise
-            logger.warning("a kernel failed, so attention uses plain operations now: %s", error)
+            logger.warning(
+                "an attention kernel failed; falling back to plain operations: %s", error
+            )
             self.kernels = None
             return None
 

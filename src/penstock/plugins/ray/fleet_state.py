@@ -85,7 +85,10 @@ class FleetState:
             return len(self._ejected)
 
     def eject(self, replica: str) -> None:
-        """Stop sending requests to a replica, and abandon its attempts; idempotent."""
+        """Stop sending requests to a replica, and abandon its attempts. Idempotent.
+
+        Attempts that no replica has accepted yet are abandoned too: they may wait for this one.
+        """
         with self._lock:
             if replica in self._ejected:
                 return

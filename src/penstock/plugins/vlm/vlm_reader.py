@@ -144,7 +144,7 @@ def _processor(folder: Path) -> Any:
     # A boundary, as in `models.mlx_lm.load_folder`.
     except Exception as error:  # noqa: BLE001
         logger.warning(
-            "%s is loaded without images, as its processor fails: %s",
+            "%s is loaded without image support, as its processor fails: %s",
             folder.name,
             first_line(error),
         )

@@ -233,7 +233,7 @@ class CountRequest(RequestForm):
 
     @property
     def thinks(self) -> bool:
-        """Whether the client wants to see the reasoning."""
+        """Whether the model should reason: it was requested, and no tool call is required."""
         enabled = self.thinking is not None and self.thinking.type != "disabled"
         return enabled and not self.demands_call
 

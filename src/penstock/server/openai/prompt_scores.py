@@ -42,7 +42,8 @@ def hold_scores(prompts: Sequence[Sequence[int]], top: int, copies: int = 1) -> 
         copies: number of answers that report them.
 
     Raises:
-        BadRequest: those of the whole vocabulary would exceed the memory for prompts.
+        BadRequest: `top` exceeds `MOST_TOP`, and they exceed the memory for prompts.
+        TooLarge, Unavailable: see `PromptHold.resize`.
     """
     hold, tokens = HOLD.get(), sum(map(len, prompts))
     if hold is None:

@@ -131,7 +131,7 @@ def take(source: AnswerText, pattern: Pattern) -> Reading[Match | None]:
 
 
 def accept(source: AnswerText, *marks: str) -> Reading[str | None]:
-    """Consume blanks and the longest mark after them; if no mark follows, consume nothing."""
+    """Consume whitespace and the longest mark after it; if no mark follows, consume nothing."""
     while True:
         rest = source.text[source.position :]
         bare = rest.lstrip()
@@ -144,15 +144,15 @@ def accept(source: AnswerText, *marks: str) -> Reading[str | None]:
 
 
 def expect(source: AnswerText, *marks: str) -> Reading[str]:
-    """Consume blanks and one of the marks; BrokenCall if none follows."""
+    """Consume whitespace and one of the marks; BrokenCall if none follows."""
     mark = yield from accept(source, *marks)
     if mark is None:
         raise BrokenCall(f"{marks[0]!r} is missing")
     return mark
 
 
-def blanks(source: AnswerText, emit: Emit | None = None) -> Reading[str]:
-    """Consume blanks; return the next character without consuming it, or "" at the end."""
+def skip_whitespace(source: AnswerText, emit: Emit | None = None) -> Reading[str]:
+    """Consume whitespace; return the next character without consuming it, or "" at the end."""
     while True:
         while not source.ready:
             yield

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.server.parsing import json_text
-from penstock.server.parsing.answer_text import AnswerText, Reading, accept, blanks, expect, line
+from penstock.server.parsing.answer_text import (
+    AnswerText,
+    Reading,
+    accept,
+    expect,
+    line,
+    skip_whitespace,
+)
 from penstock.server.parsing.events import BrokenCall, Events
 from penstock.server.parsing.parser import Tools
 from penstock.server.parsing.registry import NamedCalls, all_of
@@ -48,11 +55,11 @@ class DeepSeekCalls:
 
     def _call(self, source: AnswerText, out: Events) -> Reading[None]:
         name = yield from line(source, SEP)
-        fenced = (yield from blanks(source)) != "{"
+        fenced = (yield from skip_whitespace(source)) != "{"
         if fenced:
             name = yield from line(source, "\n")
             yield from expect(source, "```json", "```")
-        if (yield from blanks(source)) != "{":
+        if (yield from skip_whitespace(source)) != "{":
             raise BrokenCall("arguments that are no object")
         out.start(name.strip())
         yield from json_text.value(source, out.arguments)

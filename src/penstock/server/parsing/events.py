@@ -54,7 +54,7 @@ class Events:
         self._events: list[ParsedEvent] = []
         self._in_call = False
         self.has_text = False
-        """Whether text other than blanks has been added."""
+        """Whether text other than whitespace has been added."""
 
     def text(self, text: str) -> None:
         self.has_text = self.has_text or bool(text.strip())

@@ -18,9 +18,9 @@ from penstock.server.parsing.answer_text import (
     Pattern,
     Reading,
     accept,
-    blanks,
     expect,
     peek,
+    skip_whitespace,
     take,
     until,
 )
@@ -78,7 +78,7 @@ class _Notation:
 
     def value(self) -> Reading[None]:
         source = self._source
-        sign = yield from blanks(source)
+        sign = yield from skip_whitespace(source)
         if len(self._open) > json_text.DEEPEST:
             raise BrokenCall("too deep")
         if sign in ("{", "["):

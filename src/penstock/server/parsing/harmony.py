@@ -13,7 +13,7 @@ import re
 from typing import Literal, TypeAlias
 
 from penstock.server.parsing import json_text
-from penstock.server.parsing.answer_text import AnswerText, Reading, blanks, until
+from penstock.server.parsing.answer_text import AnswerText, Reading, skip_whitespace, until
 from penstock.server.parsing.events import BrokenCall, Events
 from penstock.server.parsing.parser import Tools, call_or_text, names_of
 from penstock.server.parsing.shapes import CallShape
@@ -45,11 +45,11 @@ def harmony_answer(source: AnswerText, out: Events, tools: Tools) -> Reading[Non
         if mark in (START, CHANNEL):
             yield from _message(source, out, tools, mark)
         else:
-            yield from blanks(source)
+            yield from skip_whitespace(source)
 
 
 def begins_with_a_header(source: AnswerText) -> Reading[bool]:
-    yield from blanks(source)
+    yield from skip_whitespace(source)
     while True:
         rest = source.text[source.position :]
         if rest.startswith(("<|", "to=")):
@@ -106,10 +106,10 @@ def _words(header: str) -> list[str]:
 
 
 def _call(source: AnswerText, out: Events, name: str) -> Reading[None]:
-    if (yield from blanks(source)) != "{":
+    if (yield from skip_whitespace(source)) != "{":
         raise BrokenCall("arguments that are no object")
     out.start(name)
     yield from json_text.value(source, out.arguments)
     out.end()
     source.keep()
-    yield from blanks(source)
+    yield from skip_whitespace(source)

@@ -6,7 +6,14 @@ import json
 import re
 from collections.abc import Callable
 
-from penstock.server.parsing.answer_text import AnswerText, Emit, Reading, accept, blanks, expect
+from penstock.server.parsing.answer_text import (
+    AnswerText,
+    Emit,
+    Reading,
+    accept,
+    expect,
+    skip_whitespace,
+)
 from penstock.server.parsing.events import BrokenCall, Events
 
 DEEPEST = 64
@@ -19,7 +26,7 @@ _SCALAR_SIGNS = frozenset("-+.0123456789abcdefghijklmnopqrstuvwxyzE")
 
 def value(source: AnswerText, emit: Emit, depth: int = 0) -> Reading[None]:
     """Parse a value; like all parsers here, raises BrokenCall on invalid JSON."""
-    sign = yield from blanks(source, emit)
+    sign = yield from skip_whitespace(source, emit)
     if depth > DEEPEST:
         raise BrokenCall("too deep")
     if sign == "{":
@@ -34,11 +41,11 @@ def value(source: AnswerText, emit: Emit, depth: int = 0) -> Reading[None]:
 
 def members(source: AnswerText, emit: Emit, read: Callable[[str], Reading[None]]) -> Reading[None]:
     yield from sign_of(source, emit, "{")
-    if (yield from blanks(source, emit)) == "}":
+    if (yield from skip_whitespace(source, emit)) == "}":
         emit(source.advance())
         return
     while True:
-        yield from blanks(source, emit)
+        yield from skip_whitespace(source, emit)
         key = yield from string(source, emit)
         yield from sign_of(source, emit, ":")
         yield from read(key)
@@ -73,7 +80,7 @@ def string(source: AnswerText, emit: Emit) -> Reading[str]:
 
 
 def sign_of(source: AnswerText, emit: Emit, signs: str) -> Reading[str]:
-    sign = yield from blanks(source, emit)
+    sign = yield from skip_whitespace(source, emit)
     if not sign or sign not in signs:
         raise BrokenCall(f"one of {signs} is missing")
     emit(source.advance())
@@ -82,7 +89,7 @@ def sign_of(source: AnswerText, emit: Emit, signs: str) -> Reading[str]:
 
 def _items(source: AnswerText, emit: Emit, depth: int) -> Reading[None]:
     emit(source.advance())
-    if (yield from blanks(source, emit)) == "]":
+    if (yield from skip_whitespace(source, emit)) == "]":
         emit(source.advance())
         return
     while True:
@@ -175,7 +182,7 @@ class _CallState:
 
 
 def _member(source: AnswerText, key: str, state: _CallState) -> Reading[None]:
-    sign = yield from blanks(source)
+    sign = yield from skip_whitespace(source)
     if key == "name" and sign == '"':
         state.name((yield from string(source, _ignore)))
     elif key in ARGUMENTS and sign == "{":
@@ -229,7 +236,7 @@ def calls(
         if (yield from accept(source, "[")):
             yield from listed(source, out)
         else:
-            yield from blanks(source)
+            yield from skip_whitespace(source)
             yield from call(source, out)
         if (yield from accept(source, *closings, *separators)) not in separators:
             return
@@ -239,7 +246,7 @@ def listed(source: AnswerText, out: Events) -> Reading[None]:
     if (yield from accept(source, "]")):
         return
     while True:
-        yield from blanks(source)
+        yield from skip_whitespace(source)
         yield from call(source, out)
         if (yield from expect(source, ",", "]")) == "]":
             source.keep()

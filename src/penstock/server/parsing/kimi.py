@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import regex
 
 from penstock.server.parsing import json_text
-from penstock.server.parsing.answer_text import AnswerText, Reading, accept, blanks, take
+from penstock.server.parsing.answer_text import AnswerText, Reading, accept, skip_whitespace, take
 from penstock.server.parsing.events import BrokenCall, Events
 from penstock.server.parsing.parser import Tools
 from penstock.server.parsing.registry import NamedCalls
@@ -43,7 +43,7 @@ class KimiCalls:
             raise BrokenCall("a section without calls")
         while True:
             head = yield from take(source, _HEAD)
-            if head is None or (yield from blanks(source)) != "{":
+            if head is None or (yield from skip_whitespace(source)) != "{":
                 raise BrokenCall("not the head of a call")
             out.start(head["name"], head["id"])
             yield from json_text.value(source, out.arguments)

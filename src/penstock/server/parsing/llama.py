@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.server.parsing import json_text
-from penstock.server.parsing.answer_text import AnswerText, Reading, accept, blanks, line
+from penstock.server.parsing.answer_text import AnswerText, Reading, accept, line, skip_whitespace
 from penstock.server.parsing.events import Events
 from penstock.server.parsing.parser import Tools
 from penstock.server.parsing.python_calls import closed, emit_calls
@@ -28,7 +28,7 @@ class LlamaCalls:
     shape: CallShape | None = SHAPE
 
     def read(self, source: AnswerText, out: Events, opening: str, tools: Tools) -> Reading[None]:
-        sign = yield from blanks(source)
+        sign = yield from skip_whitespace(source)
         if sign == "[":
             yield from self._list(source, out)
         elif sign == "{":
@@ -39,7 +39,7 @@ class LlamaCalls:
 
     def _list(self, source: AnswerText, out: Events) -> Reading[None]:
         source.advance()
-        if (yield from blanks(source)) == "{":
+        if (yield from skip_whitespace(source)) == "{":
             yield from json_text.listed(source, out)
             return
         name = yield from line(source, "(", max_length=_LONGEST_NAME)

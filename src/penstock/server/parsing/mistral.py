@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import regex
 
 from penstock.server.parsing import json_text
-from penstock.server.parsing.answer_text import AnswerText, Reading, accept, blanks, take
+from penstock.server.parsing.answer_text import AnswerText, Reading, accept, skip_whitespace, take
 from penstock.server.parsing.events import BrokenCall, Events
 from penstock.server.parsing.parser import Tools
 from penstock.server.parsing.registry import NamedCalls
@@ -35,7 +35,7 @@ class MistralCalls:
         if head is None:
             raise BrokenCall("not the head of a call")
         while head is not None:
-            if (yield from blanks(source)) != "{":
+            if (yield from skip_whitespace(source)) != "{":
                 raise BrokenCall("arguments that are no object")
             out.start(head["name"], head["id"])
             yield from json_text.value(source, out.arguments)

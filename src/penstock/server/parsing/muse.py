@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 
-from penstock.server.parsing.answer_text import AnswerText, Reading, blanks, until
+from penstock.server.parsing.answer_text import AnswerText, Reading, skip_whitespace, until
 from penstock.server.parsing.events import Events
 from penstock.server.parsing.harmony import MESSAGE, START, begins_with_a_header
 from penstock.server.parsing.parser import CallFormat, ReasoningMarks, Tools, call_or_text
@@ -33,7 +33,7 @@ def muse_answer(
         if mark == START:
             yield from _message(source, out, mark)
         else:
-            yield from blanks(source)
+            yield from skip_whitespace(source)
 
 
 def _message(source: AnswerText, out: Events, opening: str) -> Reading[None]:

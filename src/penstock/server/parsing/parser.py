@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from penstock.server.parsing.answer_text import AnswerText, Emit, Reading, blanks, until
+from penstock.server.parsing.answer_text import AnswerText, Emit, Reading, skip_whitespace, until
 from penstock.server.parsing.events import BrokenCall, Events, ParsedEvent
 from penstock.server.parsing.shapes import CallShape
 
@@ -92,7 +92,7 @@ def marked_answer(
             yield from _thought(source, out, reasoning.end, calls, tools)
     while True:
         if calls is not None and calls.bare and not out.has_text:
-            sign = yield from blanks(source, out.text)
+            sign = yield from skip_whitespace(source, out.text)
             if sign and sign in calls.bare:
                 yield from call_or_text(source, out, "", calls.read(source, out, "", tools))
                 continue

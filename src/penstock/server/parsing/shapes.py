@@ -48,7 +48,7 @@ class CallShape(NamedTuple):
     separator: str | None = ""
     """Text between two calls; None if each opening has only one call."""
     json: bool = False
-    """Whether the surrounding text is JSON, with optional blanks."""
+    """Whether the surrounding text is JSON, with optional whitespace."""
     tags: ParameterTags | None = None
     """Text around each argument; None if the arguments are one JSON object."""
     names: str = ".+"

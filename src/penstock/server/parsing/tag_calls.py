@@ -34,8 +34,8 @@ from penstock.server.parsing.answer_text import (
     Pattern,
     Reading,
     accept,
-    blanks,
     peek,
+    skip_whitespace,
     take,
     until,
 )
@@ -211,7 +211,7 @@ class _Arguments:
         out.arguments('"')
 
     def _json(self) -> Reading[None]:
-        yield from blanks(self._source)
+        yield from skip_whitespace(self._source)
         yield from json_text.value(self._source, self._out.arguments)
         if not (yield from accept(self._source, self._form.tags.end)):
             raise BrokenCall("a value without an end")
@@ -278,7 +278,7 @@ class _Arguments:
             return
         if not after and (yield from peek(source, self._closing)):
             return
-        rest = yield from blanks(source)
+        rest = yield from skip_whitespace(source)
         if (rest and not self._may_end(0, after or self._form.shape.closing)) or source.cut:
             raise BrokenCall("a call without an end")
 
@@ -324,7 +324,7 @@ def _refuse(name: str) -> None:
 
 
 def _loose(text: str) -> str:
-    r"""Return a pattern in which blanks between words and tags may vary.
+    r"""Return a pattern in which whitespace between words and tags may vary.
 
     >>> _loose('\n<invoke name="')
     '<invoke\\s+name="'

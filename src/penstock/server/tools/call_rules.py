@@ -23,7 +23,7 @@ from penstock.server.tools.tool_schemas import ROOM, Arguments
 
 ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 _BLANK = r"[ \n]?"
-"""Optional blank in JSON; `\\s` would include blanks that JSON does not allow."""
+"""Optional whitespace in JSON; `\\s` would include characters that JSON does not allow."""
 _TEXT = "TEXT: /(?s:.+)/\n"
 
 
@@ -131,7 +131,7 @@ def _closing(shape: CallShape, marks: Marks) -> str:
 
 
 def _loose(text: str) -> str:
-    r"""Return a pattern for JSON punctuation with optional blanks.
+    r"""Return a pattern for JSON punctuation with optional whitespace.
 
     >>> print(_loose('{"name": "'), _loose(', '))
     [ \n]?\{[ \n]?"name"[ \n]?:[ \n]?" [ \n]?,[ \n]?

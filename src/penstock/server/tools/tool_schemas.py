@@ -24,7 +24,7 @@ COMPOSING = frozenset(
 FOREIGN = frozenset({"$anchor", "$id", "$schema"})
 """Keys that identify a schema's location, which changes here."""
 LITTLE_SPACE = {"whitespace_pattern": WHITESPACE}
-"""Limit on blanks in a call, which a model could otherwise repeat until its token limit."""
+"""Limit on whitespace in a call, which a model could otherwise repeat until its token limit."""
 ATTEMPTS = 8
 """Attempts to drop single rules before the whole schema is dropped."""
 ROOM = GRAMMAR_BYTES - 4_096
