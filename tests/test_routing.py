@@ -160,7 +160,7 @@ def test_conversation_sticks_to_replica_and_system_prompt_spreads() -> None:
     assert places == {"system": NAMES[1], "own": NAMES[0]}
 
 
-def test_shared_block_is_forgotten_with_its_prompts() -> None:
+def test_block_is_not_common_once_its_prompts_are_not_recent() -> None:
     router, common = router_of("prefix+load"), block_hashes(1)
     for _ in range(COMMON - 1):
         router.sent(NAMES[0], common)

@@ -45,8 +45,8 @@ def keep_freed_memory(most_bytes: int = LEAST_KEPT_BYTES) -> bool:
     settings do not apply to glibc's others.
 
     Args:
-        most_bytes: free memory at the top of the heap not returned to the system;
-            at least 64 MiB, and less than 2 GiB. The last call takes effect.
+        most_bytes: maximum free memory at the top of the heap that is not returned to the
+            system; clamped to 64 MiB and 2 GiB - 1. A later call replaces it.
     """
     global _kept_bytes
     _kept_bytes = max(LEAST_KEPT_BYTES, min(most_bytes, MOST_KEPT_BYTES))

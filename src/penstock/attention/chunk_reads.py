@@ -138,7 +138,7 @@ class ChunkReads(Reads):
             result = attend_streamed(queries_base_2, new, self.parts, self.layer, self.device, sunk)
             return result.astype(queries.dtype)
         all_keys, all_values, columns = self.joined(attention_window)
-        if tokens is not None:  # they see all in front of them, without gaps
+        if tokens is not None:  # they see all before them, without gaps
             end = self.offset + tokens
             all_keys, all_values = all_keys[:, :, :end], all_values[:, :, :end]
         return self.device.prefill(

@@ -59,7 +59,7 @@ def joined() -> Iterator[RankGroup | None]:
 
 
 def check_same(ranks: RankGroup, model: dict[str, Any], limits: dict[str, Any]) -> None:
-    """Raise an error if versions, models or settings differ between ranks."""
+    """Raise SettingError if versions, models or non-local settings differ between ranks."""
     ranks.check_equal("penstock and mlx-lm", [__version__, version("mlx-lm")])
     ranks.check_equal("the model's config.json", model)
     shared = {

@@ -60,7 +60,11 @@ def reserve_fixed(
 def measured_estimator(
     runner: Runner, limits: EngineSettings, tails: Tails, ledger: Ledger
 ) -> MemoryEstimator:
-    """Measure the largest steps; return an estimator of all. Raises LedgerFull or NeverFits."""
+    """Return an estimator, after measuring the peak memory of the largest steps.
+
+    Raises:
+        LedgerFull, NeverFits: there is no memory for a step that is measured.
+    """
     reserve = partial(ledger.reserve, Kind.BUFFERS)
     peaks = step_peaks(runner, limits, tails, reserve, lambda: ledger.free_bytes)
     return MemoryEstimator(figures_of(runner), limits, runner.device.memory, peaks, runner.ways)

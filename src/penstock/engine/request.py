@@ -258,7 +258,7 @@ class Request(_RequestSettings):
             raise ValueError("candidates and logprobs_from need prompt_logprobs")
         if self.logprobs_from >= len(self.prompt):
             raise ValueError(
-                f"logprobs_from {self.logprobs_from} is behind the prompt's {len(self.prompt)} "
+                f"logprobs_from {self.logprobs_from} is after the prompt's {len(self.prompt)} "
                 "tokens"
             )
         return self

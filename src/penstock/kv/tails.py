@@ -168,12 +168,12 @@ class Tails:
     def buffers(self) -> list[mx.array]:
         return [*self._keys, *self._values]
 
-    def cut(self, slot: int, stop: int, behind: Segment | None = None) -> Segment:
-        """Copy the first `stop` columns of a slot to a segment, appended to `behind` if given."""
+    def cut(self, slot: int, stop: int, before: Segment | None = None) -> Segment:
+        """Copy the first `stop` columns of a slot to a segment, appended to `before` if given."""
         tail = tuple(self.read_block(i, slot, 1, stop) for i in range(len(self.shapes)))
-        if behind is None:
+        if before is None:
             return Segment.cut(tail, 0, stop)
-        return behind.join(Segment(tail, length=stop))
+        return before.join(Segment(tail, length=stop))
 
 
 def _written(buffer: mx.array, slot: int, column: int, new: mx.array) -> mx.array:

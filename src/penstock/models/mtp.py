@@ -27,7 +27,7 @@ _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 
 class MultiTokenHead(nn.Module):
-    """Head of the Qwen3.5 and Qwen3-Next families, on the layers of a text model."""
+    """Multi-token prediction (MTP) head of the Qwen3.5 and Qwen3-Next families."""
 
     def __init__(self, text: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -94,7 +94,7 @@ def with_head(
             return _logits(text, hidden)
 
         def predict(self, tokens: mx.array, hidden: mx.array, kv: Any) -> tuple[mx.array, mx.array]:
-            """Return the head's logits and its hidden states behind tokens, (b, n, ...)."""
+            """Return the head's logits and its hidden states after tokens, (b, n, ...)."""
             text = _text(self)
             hidden = self.mtp(text.model.embed_tokens(tokens), hidden, kv)
             return _logits(text, hidden), hidden

@@ -118,7 +118,7 @@ class OpenModel(OpenMember):
 
 
 def advance(whole: Ledger, nbytes: int, beside_bytes: int) -> ModelLedger:
-    """Reserve a model's expected bytes before it is loaded. Call in a turn. Raises LedgerFull."""
+    """Return a ledger of a model's expected bytes, reserved. Hold a turn. Raises LedgerFull."""
     ledger = ModelLedger(whole, nbytes)
     ledger.beside_bytes = beside_bytes
     return ledger

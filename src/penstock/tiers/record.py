@@ -274,7 +274,7 @@ def _order(head: bytes, targets: Mapping[str, Target]) -> list[str]:
 
 
 def read_header(source: Source) -> dict[str, str]:
-    """Return a file's header fields, see `header`, without reading the arrays."""
+    """Return a file's header fields without reading the arrays; Damaged if invalid."""
     return header(_head(source))
 
 

@@ -3,7 +3,7 @@
 Queries of a group of positions share a choice. It is made for some of them, by the rule of decode
 steps: a block counts for the query that wants it most. The tokens of the group itself are read
 besides. A chunk's keys are indexed before it attends, so a group chooses among them as among those
-in front of the chunk, and what a query reads does not depend on the chunks.
+before the chunk, and what a query reads does not depend on the chunks.
 """
 
 from __future__ import annotations

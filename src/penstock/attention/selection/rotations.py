@@ -136,7 +136,7 @@ class Rotation:
         return every
 
     def turns(self, stop: int) -> tuple[Floats, Floats]:
-        """Return the cosines and sines of the blocks in front of `stop`, as `sums` reads them.
+        """Return the cosines and sines of the blocks before `stop`, as `sums` reads them.
 
         Returns:
             Those of the first blocks, (tiles, 2 * pairs, TILE_BLOCKS), and of the first block of

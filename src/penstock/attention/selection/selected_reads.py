@@ -73,7 +73,7 @@ class ChunkQueries:
     """Queries of a prompt's chunk in one layer, in groups that share a choice."""
 
     row: DecodeRow
-    """The sequence in front of the chunk; its position is that of the chunk's first token."""
+    """The sequence before the chunk; its position is that of the chunk's first token."""
     layer: int
     queries: mx.array
     """Queries of the model for the chunk's last tokens, (1, heads, n, dim)."""
@@ -96,7 +96,7 @@ class ChunkQueries:
         return self.row.position + int(self.new[0].shape[2] - self.queries.shape[2])
 
     def row_of(self, group: tuple[int, int]) -> DecodeRow:
-        """Return the row that a group chooses for, with the chunk's tokens in front of it."""
+        """Return the row that a group chooses for, with the chunk's tokens before it."""
         first = (self.position + group[0]) // ATTEND_GROUP_TOKENS * ATTEND_GROUP_TOKENS
         offset, parts = self.row.position, self.row.parts
         if first > offset:

@@ -75,7 +75,7 @@ class Selection:
         return covered and self.indexes(row.parts, stop)
 
     def indexes(self, parts: Sequence[KVSpan], stop: int) -> bool:
-        """Return whether the index of all tokens of `parts` in front of `stop` is complete."""
+        """Return whether the index of all tokens of `parts` before `stop` is complete."""
         return all(self._is_whole(span) for span in parts if span.start < stop)
 
     def center_scores(

@@ -36,7 +36,7 @@ def reads_several(runner: Runner) -> bool:
 
 
 def skips_padding(runner: Runner) -> bool:
-    """Return whether recurrent states leave out tokens behind the lengths of rows."""
+    """Return whether recurrent states leave out tokens after the lengths of rows."""
     first, second = PROBE[:PROBE_WIDTH], PROBE[PROBE_WIDTH:]
     rows = [DecodeRow((), 0, slot, 0) for slot in range(2)]
 

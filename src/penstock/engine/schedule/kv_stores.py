@@ -159,20 +159,20 @@ class KVStores:
             return segment
         return coded
 
-    def cut_tail(self, slot: int, stop: int, start: int, behind: Segment | None = None) -> Segment:
-        """Copy the first `stop` columns of a slot, and append them to `behind` if given.
+    def cut_tail(self, slot: int, stop: int, start: int, before: Segment | None = None) -> Segment:
+        """Copy the first `stop` columns of a slot, and append them to `before` if given.
 
         Args:
             slot: slot of the pool.
             stop: number of columns.
             start: position of the result's first token.
-            behind: the tokens before the columns.
+            before: the tokens before the columns.
         """
         if not self.figures.index_token_bytes:
-            return self.tails.cut(slot, stop, behind)
-        tail_start = start + (0 if behind is None else behind.tokens)
+            return self.tails.cut(slot, stop, before)
+        tail_start = start + (0 if before is None else before.tokens)
         tail = self.computed(self.tails.cut(slot, stop), tail_start)
-        return tail if behind is None else self.computed(behind, start).join(tail)
+        return tail if before is None else self.computed(before, start).join(tail)
 
     def computed(self, segment: Segment, start: int) -> Segment:
         for part in self.retentions:

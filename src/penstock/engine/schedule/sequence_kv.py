@@ -496,8 +496,8 @@ class SequenceKV:
         if self.own_spans and not self._is_span_end(start):  # an unfinished span is extended
             last = self.own_spans.pop()
             start = last.start
-        behind = last.segment if last else None
-        grown = self._stores.cut_tail(self.slot, self.tail, start, behind)
+        before = last.segment if last else None
+        grown = self._stores.cut_tail(self.slot, self.tail, start, before)
         self.own_spans.append(KVSpan(grown, start, grown.tokens))
         self.tail = 0
         if self._is_span_end(self.position):

@@ -77,7 +77,7 @@ class Squares:
         self._queries: mx.array | None = None
 
     def add(self, keys: mx.array, queries: mx.array) -> None:
-        """Add keys (1, kv_heads, n, dim) and queries (1, heads, n, dim) of tokens; evaluated."""
+        """Add squares of keys (1, kv_heads, n, dim) and queries (1, heads, n, dim); evaluates."""
         kv_heads, dim = keys.shape[1], keys.shape[3]
         sums = []
         for before, new in ((self._keys, keys), (self._queries, queries)):

@@ -339,8 +339,8 @@ def held_spans(spans: SpanTable, end: int, addresses: Sequence[Integers]) -> Spa
     """Return spans with a chunk's own tokens as the last one.
 
     Args:
-        spans: locations of the tokens in front of the chunk.
-        end: position behind the chunk's last token.
+        spans: locations of the tokens before the chunk.
+        end: position after the chunk's last token.
         addresses: addresses of its keys, its values, and the parts of its index.
     """
     sides = np.zeros((1, *spans.sides.shape[1:]), np.int64)

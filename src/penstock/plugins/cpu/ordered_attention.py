@@ -289,8 +289,9 @@ def _plan(
 def plain_addresses(segment: Segment) -> Integers:
     """Return the addresses of each layer's uncompressed keys and values, (layers, 5).
 
-    A row is the address of the first key and the bytes between heads, both for values, and the
-    bytes per element; zeros if not readable. The addresses are valid while the segment exists.
+    A row has the address of the keys and the stride of their heads in bytes, the same for the
+    values, and the bytes per element; zeros if not readable. The addresses are valid while the
+    segment exists.
     """
     return np.array([_plain_layer(*layer) for layer in segment.layers], np.int64).reshape(-1, 5)
 

@@ -115,7 +115,7 @@ class _PartRead:
 
 @dataclass(slots=True)
 class _AttendJobs:
-    """Jobs of a pass between those that append and those behind attention."""
+    """Jobs of a pass between those that append and those after attention."""
 
     jobs: list[tuple[Integers, Integers]] = field(default_factory=list)
     """Addresses of each layer's job, and its table."""
