@@ -30,7 +30,7 @@ from comply import FORMATS, PACKAGE, complied  # noqa: E402
 from newest_node import npm_install, use_node  # noqa: E402
 from scripted_model import call, write_model  # noqa: E402
 
-STEPS = ("chat", "stream", "tools", "streamed_tools", "demanded", "structured")
+STEPS = ("chat", "stream", "tools", "streamed_tools", "demanded", "structured", "decisions")
 SCRIPT = {
     0: [call("get_weather", location="San Francisco")],  # of llm-comply, which names no task
     1: [call("look_up", thing="falcon"), "The code of the falcon is 4821."],

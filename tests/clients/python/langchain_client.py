@@ -96,6 +96,30 @@ def structured() -> None:
     assert isinstance(animal, Animal), animal
 
 
+def decisions() -> None:
+    from langchain_openai.decisions import Choice, OpenAIDecisions, Predicate, Score
+
+    decider = OpenAIDecisions(model=MODEL, base_url=f"{URL}/v1", api_key=KEY, max_retries=0)
+    answer = decider.invoke(
+        {
+            "input": QUESTION,
+            "questions": {
+                "falcon": Predicate(instructions="Is this about a falcon?"),
+                "code": Choice(
+                    instructions="What is the code?", choices={CODE: "a number", "none": None}
+                ),
+                "trust": Score(instructions="How sure is it?", levels=["unsure", "sure"]),
+            },
+        }
+    )
+    assert 0 < answer.predicates["falcon"].probability < 1, answer
+    chosen = answer.choices["code"]
+    assert chosen.probabilities[chosen.choice] == max(chosen.probabilities.values()), answer
+    assert abs(sum(chosen.probabilities.values()) - 1) < 1e-6, answer
+    assert 0 <= answer.scores["trust"].score <= 1, answer
+    assert answer.usage.input_tokens > 0, answer
+
+
 steps = {
     "chat": chat,
     "stream": stream,
@@ -106,4 +130,6 @@ steps = {
 }
 if KIND == "ollama":
     del steps["demanded"]  # its requests demand no call
+if KIND == "chat":
+    steps["decisions"] = decisions
 report(**steps)
