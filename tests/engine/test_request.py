@@ -52,6 +52,7 @@ def test_default_sampling_is_greedy_and_plain() -> None:
         "prompt_logprobs": None,
         "logprobs_from": 0,
         "candidates": (),
+        "embeds": False,
         "prediction": (),
         "hold_seconds": 0.0,
         "hold_tokens": None,

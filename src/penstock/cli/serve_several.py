@@ -137,22 +137,24 @@ def _own(model: TableModel, settings: config.ServerSettings) -> config.ServerSet
 
 
 def _spec(model: TableModel, limits: dict[str, Any]) -> PoolMember:
-    from penstock.encoders import encoder
+    from penstock.encoders import decoder_embedder
     from penstock.models.loading import expected_bytes
     from penstock.pool.open_model import PoolMember
 
+    common = {key: value for key, value in limits.items() if key != "memory_limit"}
+    settings = common | model.engine
     if model.kinds != WRITING:
+        how = model.path, model.weights_dtype
         return PoolMember(
             name=model.name,
-            load=lambda limit_bytes: encoder.load_encoder(model.path),
-            expected_bytes=partial(encoder.expected_bytes, model.path),
+            load=partial(decoder_embedder.load_any_encoder, *how),
+            expected_bytes=partial(decoder_embedder.expected_any_bytes, *how),
             encodes=True,
+            settings=settings,
             pinned=model.pin,
             ttl_seconds=model.ttl_seconds,
         )
 
-    common = {key: value for key, value in limits.items() if key != "memory_limit"}
-    settings = common | model.engine
     mtp = options.head_of(settings)
 
     def expected(limit_bytes: int) -> int:

@@ -16,11 +16,13 @@ import numpy as np
 
 from penstock.attention import devices
 from penstock.encoders import numpy_steps
-from penstock.encoders.encoder_spec import EncoderSpec
-from penstock.errors import ModelError
+from penstock.encoders.encoder_spec import EncoderSpec, Pooling
+from penstock.encoders.named_weights import LayerNorm, LinearLayer, NamedWeights, arrays_of
 
 PREFIXES = ("", "bert.", "roberta.")
 """Prefixes of the weights' names, by the transformers class that saved them."""
+MARKER = "embeddings.word_embeddings.weight"
+PROJECTIONS = ("query", "key", "value")
 LEAST_NORM = 1e-12
 """Lower bound of an embedding's norm, against division by zero."""
 
@@ -38,35 +40,15 @@ class EncoderRow:
 
 
 @dataclass(frozen=True, slots=True)
-class _Linear:
-    weight: mx.array
-    """Transposed weight (inputs, outputs)."""
-    bias: mx.array
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return mx.addmm(self.bias, x, self.weight)
-
-
-@dataclass(frozen=True, slots=True)
-class _Norm:
-    weight: mx.array
-    bias: mx.array
-    epsilon: float
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return mx.fast.layer_norm(x, self.weight, self.bias, self.epsilon)
-
-
-@dataclass(frozen=True, slots=True)
 class _Layer:
-    projections: _Linear
+    projections: LinearLayer
     """Fused projection to queries, keys and values; includes the scale of attention."""
-    mixed: _Linear
+    mixed: LinearLayer
     """Output projection of attention."""
-    mixed_norm: _Norm
-    up: _Linear
-    down: _Linear
-    norm: _Norm
+    mixed_norm: LayerNorm
+    up: LinearLayer
+    down: LinearLayer
+    norm: LayerNorm
 
 
 class Bert:
@@ -82,26 +64,28 @@ class Bert:
     def __init__(self, spec: EncoderSpec, weights: Mapping[str, mx.array]) -> None:
         self.spec = spec
         in_place = devices.current().facts.on_heap  # a CPU
-        self._activate = _ACTIVATIONS[spec.activation]
+        self._activate = ACTIVATIONS[spec.activation]
         if in_place and spec.activation == "gelu":
             self._activate = numpy_steps.gelu
-        self._mix = numpy_steps.mix if in_place else _mix
-        named = _Named(weights, spec)
+        self._mix = numpy_steps.mix if in_place else mix
+        named = NamedWeights(weights, spec, MARKER, PREFIXES)
         width = spec.width
         self._words = named.array("embeddings.word_embeddings.weight", spec.vocabulary_size, width)
         self._positions = named.array("embeddings.position_embeddings.weight", None, width)
         self._kinds = named.array("embeddings.token_type_embeddings.weight", None, width)
         self._norm = named.norm("embeddings.LayerNorm")
-        self._layers = [named.layer(f"encoder.layer.{number}.") for number in range(spec.layers)]
-        self._dense: _Linear | None = None
-        self._scores: _Linear | None = None
+        self._layers = [
+            _layer(named, spec, f"encoder.layer.{number}.") for number in range(spec.layers)
+        ]
+        self._dense: LinearLayer | None = None
+        self._scores: LinearLayer | None = None
         if not spec.embeds:
-            self._dense, self._scores = named.head()
+            self._dense, self._scores = _head(named, spec)
 
     @property
     def arrays(self) -> list[mx.array]:
         parts = (self._norm, *self._layers, self._dense, self._scores)
-        return [self._words, self._positions, self._kinds, *_arrays(parts)]
+        return [self._words, self._positions, self._kinds, *arrays_of(parts)]
 
     @property
     def nbytes(self) -> int:
@@ -112,15 +96,16 @@ class Bert:
 
         Rows of equal length must be adjacent.
         """
-        groups = list(_groups(rows))
+        groups = list(groups_of(rows))
         x = self._norm(self._embedded(rows))
         for layer in self._layers:
             x = layer.mixed_norm(x + layer.mixed(self._attend(layer.projections(x), groups)))
             x = layer.norm(x + layer.down(self._activate(layer.up(x))))
             mx.eval(x)
-        pooled = mx.concatenate([self._pooled(x, *group) for group in groups])
+        pooling = self.spec.pooling if self.spec.embeds else "cls"
+        pooled = mx.concatenate([pooled_states(x, pooling, *group) for group in groups])
         if self._dense is None or self._scores is None:
-            return _unit(pooled) if self.spec.normalizes else pooled
+            return unit(pooled) if self.spec.normalizes else pooled
         return self._scores(mx.tanh(self._dense(pooled)))
 
     def _embedded(self, rows: Sequence[EncoderRow]) -> mx.array:
@@ -145,31 +130,35 @@ class Bert:
             mixed.append(of_heads.reshape(count * length, width))
         return mixed[0] if len(mixed) == 1 else mx.concatenate(mixed)
 
-    def _pooled(self, x: mx.array, start: int, count: int, length: int) -> mx.array:
-        states = x[start : start + count * length].reshape(count, length, -1)
-        match self.spec.pooling if self.spec.embeds else "cls":
-            case "cls":
-                return states[:, 0]
-            case "lasttoken":
-                return states[:, -1]
-            case "max":
-                return states.max(axis=1)
-            case _:
-                return states.mean(axis=1)
+
+def pooled_states(x: mx.array, pooling: Pooling, start: int, count: int, length: int) -> mx.array:
+    """Return the pooled states (count, width) of adjacent rows of equal length."""
+    states = x[start : start + count * length].reshape(count, length, -1)
+    match pooling:
+        case "cls":
+            return states[:, 0]
+        case "lasttoken":
+            return states[:, -1]
+        case "max":
+            return states.max(axis=1)
+        case _:
+            return states.mean(axis=1)
 
 
-def _unit(x: mx.array) -> mx.array:
+def unit(x: mx.array) -> mx.array:
+    """Scale vectors to unit length."""
     return x / mx.maximum(mx.linalg.norm(x, axis=-1, keepdims=True), LEAST_NORM)
 
 
 def batch_bytes(spec: EncoderSpec, lengths: Sequence[int]) -> int:
     """Return an upper bound of the bytes that a forward pass over rows of these lengths takes."""
     tokens = sum(lengths)
-    scores = spec.heads * sum(length * length for length in lengths)
+    most = spec.most_queries
+    scores = spec.heads * sum(length * min(length, most or length) for length in lengths)
     return 4 * (tokens * (14 * spec.width + 5 * spec.hidden) + 3 * scores)
 
 
-def _groups(rows: Sequence[EncoderRow]) -> Iterator[tuple[int, int, int]]:
+def groups_of(rows: Sequence[EncoderRow]) -> Iterator[tuple[int, int, int]]:
     """Yield start, number of rows and row length of each group of adjacent rows of equal length."""
     start = 0
     for length, same in groupby(rows, key=len):
@@ -185,8 +174,12 @@ def _kinds_of(row: EncoderRow) -> np.ndarray:
     return kinds
 
 
-def _mix(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0)
+def mix(
+    queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None = None
+) -> mx.array:
+    """Return softmax(queries @ keys^T + mask) @ values."""
+    added = None if mask is None else mask.astype(queries.dtype)
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=added)
 
 
 def _gelu(x: mx.array) -> mx.array:
@@ -201,85 +194,37 @@ def _relu(x: mx.array) -> mx.array:
     return mx.maximum(x, 0)
 
 
-_ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
+ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
     "gelu": _gelu,
     "gelu_new": _gelu_new,
     "relu": _relu,
 }
 
 
-class _Named:
-    """Looks up weights by their names in transformers, whichever class saved them."""
-
-    def __init__(self, weights: Mapping[str, mx.array], spec: EncoderSpec) -> None:
-        self._spec = spec
-        self._weights = {
-            name.replace("LayerNorm.gamma", "LayerNorm.weight").replace(
-                "LayerNorm.beta", "LayerNorm.bias"
-            ): array
-            for name, array in weights.items()
-        }
-        marker = "embeddings.word_embeddings.weight"
-        self._prefix = next((p for p in PREFIXES if p + marker in self._weights), "")
-
-    def array(self, name: str, *shape: int | None, whole: bool = False) -> mx.array:
-        """Return the array of a name, checked against a shape in which None is any size."""
-        name = name if whole else self._prefix + name
-        array = self._weights.get(name)
-        if array is None:
-            raise ModelError(f"{self._spec.folder} has no weight {name}")
-        fits = len(shape) == array.ndim and all(
-            size in (None, of_array) for size, of_array in zip(shape, array.shape, strict=True)
-        )
-        if not fits:
-            raise ModelError(
-                f"{self._spec.folder}: {name} has the shape {array.shape}, unlike config.json"
-            )
-        return array
-
-    def linear(self, name: str, rows: int, columns: int, *, whole: bool = False) -> _Linear:
-        weight = self.array(f"{name}.weight", rows, columns, whole=whole)
-        return _Linear(weight.T, self.array(f"{name}.bias", rows, whole=whole))
-
-    def norm(self, name: str) -> _Norm:
-        width = self._spec.width
-        weight, bias = self.array(f"{name}.weight", width), self.array(f"{name}.bias", width)
-        return _Norm(weight, bias, self._spec.epsilon)
-
-    def layer(self, name: str) -> _Layer:
-        width, hidden = self._spec.width, self._spec.hidden
-        scale = 1 / math.sqrt(width // self._spec.heads)
-        parts = [
-            self.linear(f"{name}attention.self.{part}", width, width)
-            for part in ("query", "key", "value")
-        ]
-        weight = mx.concatenate([parts[0].weight.T * scale, *(p.weight.T for p in parts[1:])])
-        bias = mx.concatenate([parts[0].bias * scale, *(part.bias for part in parts[1:])])
-        mx.eval(weight, bias)
-        return _Layer(
-            projections=_Linear(weight.T, bias),
-            mixed=self.linear(f"{name}attention.output.dense", width, width),
-            mixed_norm=self.norm(f"{name}attention.output.LayerNorm"),
-            up=self.linear(f"{name}intermediate.dense", hidden, width),
-            down=self.linear(f"{name}output.dense", width, hidden),
-            norm=self.norm(f"{name}output.LayerNorm"),
-        )
-
-    def head(self) -> tuple[_Linear, _Linear]:
-        """Return the two linear layers of a pair's classifier, by BERT's or RoBERTa's names."""
-        width, labels = self._spec.width, self._spec.labels
-        if "classifier.out_proj.weight" in self._weights:
-            dense = self.linear("classifier.dense", width, width, whole=True)
-            return dense, self.linear("classifier.out_proj", labels, width, whole=True)
-        dense = self.linear("pooler.dense", width, width)
-        return dense, self.linear("classifier", labels, width, whole=True)
+def _layer(named: NamedWeights, spec: EncoderSpec, name: str) -> _Layer:
+    width, hidden = spec.width, spec.hidden
+    scale = 1 / math.sqrt(width // spec.heads)
+    of = f"{name}attention.self."
+    weights = [named.array(f"{of}{part}.weight", width, width) for part in PROJECTIONS]
+    biases = [named.array(f"{of}{part}.bias", width) for part in PROJECTIONS]
+    weight = mx.concatenate([weights[0] * scale, *weights[1:]])
+    bias = mx.concatenate([biases[0] * scale, *biases[1:]])
+    mx.eval(weight, bias)
+    return _Layer(
+        projections=LinearLayer(weight.T, bias),
+        mixed=named.linear(f"{name}attention.output.dense", width, width),
+        mixed_norm=named.norm(f"{name}attention.output.LayerNorm"),
+        up=named.linear(f"{name}intermediate.dense", hidden, width),
+        down=named.linear(f"{name}output.dense", width, hidden),
+        norm=named.norm(f"{name}output.LayerNorm"),
+    )
 
 
-def _arrays(parts: Sequence[object]) -> Iterator[mx.array]:
-    for part in parts:
-        if isinstance(part, _Linear | _Norm):
-            yield from (part.weight, part.bias)
-        elif isinstance(part, _Layer):
-            yield from _arrays(
-                (part.projections, part.mixed, part.mixed_norm, part.up, part.down, part.norm)
-            )
+def _head(named: NamedWeights, spec: EncoderSpec) -> tuple[LinearLayer, LinearLayer]:
+    """Return the two linear layers of a pair's classifier, by BERT's or RoBERTa's names."""
+    width, labels = spec.width, spec.labels
+    if "classifier.out_proj.weight" in named:
+        dense = named.linear("classifier.dense", width, width, whole=True)
+        return dense, named.linear("classifier.out_proj", labels, width, whole=True)
+    dense = named.linear("pooler.dense", width, width)
+    return dense, named.linear("classifier", labels, width, whole=True)

@@ -10,20 +10,23 @@ import mlx.core as mx
 
 from penstock.attention import devices
 from penstock.encoders.bert import Bert
-from penstock.encoders.encoder_spec import EncoderSpec, read_encoder_spec
+from penstock.encoders.encoder_spec import MODERN_BERT, EncoderSpec, read_encoder_spec
 from penstock.encoders.encoder_tokens import EncoderTokenizer
+from penstock.encoders.modern_bert import ModernBert
 from penstock.errors import ModelError, NeverFits, PenstockError
 from penstock.heap import without_keeping
 from penstock.memory.sizes import format_bytes
 from penstock.models import named, recommended
 from penstock.models.source import checked_source, first_line
 
+_CLASSES: Mapping[str, type[Bert] | type[ModernBert]] = {MODERN_BERT: ModernBert}
+"""Classes of models that are not BERT's."""
 HALF = (mx.float16, mx.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    model: Bert
+    model: Bert | ModernBert
     tokenizer: EncoderTokenizer
 
     @property
@@ -46,7 +49,7 @@ def load_encoder(path_or_name: str | Path) -> Encoder:
     try:
         with without_keeping():
             weights = {name: _wide(array) for name, array in _weights(spec.folder).items()}
-            model = Bert(spec, weights)
+            model = _CLASSES.get(spec.model_type, Bert)(spec, weights)
             mx.eval(model.arrays)  # in this thread: another could not evaluate them
             return Encoder(model, tokenizer)
     except PenstockError:

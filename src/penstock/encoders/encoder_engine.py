@@ -28,7 +28,7 @@ from penstock.engine.turns import Turns
 from penstock.engine.view import Holdings
 from penstock.errors import EngineStopped, LedgerFull, NeverFits, StepFailed
 from penstock.kv.numpy_arrays import Floats
-from penstock.ledger import Kind, Ledger
+from penstock.ledger import Kind, Ledger, ModelLedger
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +127,18 @@ class EncoderEngine:
         answer: Future[Holdings] = Future()
         answer.set_result(Holdings(self._weights.nbytes, 0, 0.0, self._missing_bytes))
         return answer
+
+    def evict_prefixes(self, nbytes: int) -> Future[int]:
+        """Return a finished future of 0: an encoder caches nothing between requests."""
+        done: Future[int] = Future()
+        done.set_result(0)
+        return done
+
+    def set_limit(self, limit_bytes: int) -> None:
+        """Set the limit of the model's ledger within a pool."""
+        assert isinstance(self._ledger, ModelLedger)
+        with self._turns.turn(self):
+            self._ledger.set_limit(limit_bytes)
 
     def check(self) -> None:
         """Recount all memory between two batches; raise AssertionError if a count differs."""

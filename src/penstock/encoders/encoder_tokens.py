@@ -19,6 +19,8 @@ Truncation: TypeAlias = Literal["start", "end"]
 Check: TypeAlias = Callable[[], None]
 """Called between pieces of a long text; raises if the text is no longer needed."""
 
+SAMPLE = "a"
+"""Text that shows which special tokens stand before and after a text."""
 PIECE_CHARACTERS = 65_536
 """Longest text that is tokenized at once; a longer one is split at spaces."""
 
@@ -54,21 +56,24 @@ class EncoderTokenizer:
             self._tokenizer: Any = Tokenizer.from_file(str(file))
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
-            alone = self._tokenizer.encode("")
+            alone = self._tokenizer.encode(SAMPLE)
+            bare = self._tokenizer.encode(SAMPLE, add_special_tokens=False).ids
             pair = self._tokenizer.encode("", "")
         except FileNotFoundError as error:
             raise ModelError(f"{folder} has no tokenizer.json") from error
         # A boundary: the tokenizers library raises bare exceptions of its own.
         except Exception as error:
             raise ModelError(f"cannot read {file}: {first_line(error)}") from error
-        self._before, self._after = alone.ids[:1], alone.ids[1:]
+        before = alone.special_tokens_mask.index(0) if 0 in alone.special_tokens_mask else 1
+        self._before = alone.ids[:before]
+        self._after = alone.ids[before + len(bare) :]
         self._between = pair.ids[len(self._before) : len(pair.ids) - len(self._after)]
         self._second = pair.type_ids.index(1) if 1 in pair.type_ids else None
 
     def text(self, text: str, truncation: Truncation | None, check: Check) -> TokenizedText:
         """Tokenize a text. Raises TextTooLong if it is too long and `truncation` is None."""
         special = len(self._before) + len(self._after)
-        read = self._read(text, self.most_tokens - special, truncation, check)
+        read = self._read(text, self.most_tokens - special, truncation, check, special)
         row = [*self._before, *read.ids, *self._after]
         return TokenizedText(EncoderRow(row), read.tokens + special)
 
@@ -99,7 +104,7 @@ class EncoderTokenizer:
         return len(self._before) + len(self._between) + len(self._after)
 
     def _read(
-        self, text: str, most: int, truncation: Truncation | None, check: Check, beside: int = 2
+        self, text: str, most: int, truncation: Truncation | None, check: Check, beside: int
     ) -> _Read:
         read = _Read(most, truncation)
         while True:

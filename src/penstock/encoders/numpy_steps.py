@@ -55,9 +55,13 @@ def _gelu_piece(x: Floats, t: Floats, tail: Floats, sums: Floats) -> None:
     np.subtract(x, sums, out=x)
 
 
-def mix(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-    """Return softmax(queries @ keys^T) @ values."""
+def mix(
+    queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None = None
+) -> mx.array:
+    """Return softmax(queries @ keys^T + mask) @ values."""
     scores = queries @ keys.swapaxes(-1, -2)
+    if mask is not None:
+        scores = scores + mask
     mx.eval(scores)
     weights = np.asarray(scores)  # shares the memory of `scores`, which nothing else uses
     with np.errstate(all="ignore"):

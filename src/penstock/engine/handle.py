@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from io import StringIO
 
-from penstock.engine.model.prompt_logprobs import PromptLogprobs
+from penstock.engine.model.prompt_logprobs import LastOutput, PromptLogprobs
 from penstock.engine.model.sampling import Rule
 from penstock.engine.request import Event, Finish, Request, Token
 from penstock.errors import EngineStopped
+from penstock.kv.numpy_arrays import Floats
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,12 @@ class Handle:
         self._follows_prompt = False
         self._progress: PromptProgress | None = None
         self._read_since: float | None = None
+
+    @property
+    def embedding(self) -> Floats | None:
+        """Output (width,) of a request with `embeds`, complete at the first event; else None."""
+        output = self.prompt_logprobs
+        return output.values if isinstance(output, LastOutput) else None
 
     @property
     def done(self) -> bool:

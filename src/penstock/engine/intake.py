@@ -11,7 +11,7 @@ from collections.abc import Sequence as Items
 
 from penstock.engine.handle import Handle
 from penstock.engine.model.min_tokens import MinTokens
-from penstock.engine.model.prompt_logprobs import PromptLogprobs
+from penstock.engine.model.prompt_logprobs import LastOutput, PromptLogprobs
 from penstock.engine.model.reasoning import BehindReasoning, ReasoningLimit
 from penstock.engine.model.sampling import NO_RULE, Rule, TokenSampler
 from penstock.engine.model.span_inputs import Inputs, SpanFeatures
@@ -188,6 +188,8 @@ class Intake:
 
     def _prompt_logprobs(self, request: Request) -> PromptLogprobs | None:
         """Return an empty collector of a prompt's log-probabilities; None if not requested."""
+        if request.embeds:
+            return LastOutput(request.prompt)
         if request.prompt_logprobs is None:
             return None
         size = self.vocabulary_size

@@ -189,6 +189,9 @@ class Request(_RequestSettings):
     """First prompt token that `prompt_logprobs` reports; the KV of earlier tokens may be cached."""
     candidates: tuple[TokenId, ...] = ()
     """Tokens that `prompt_logprobs` reports for each prompt token, in place of the likeliest."""
+    embeds: bool = False
+    """Whether `Handle.embedding` reports the output of a model without a head after the last token
+    but one. The last token is a placeholder that is not computed."""
     adapter: str | None = None
     """LoRA adapter to apply to the model; None applies none. Only requests with the
     same adapter share prefixes."""
@@ -256,6 +259,8 @@ class Request(_RequestSettings):
     def _logprobs_asked(self) -> Request:
         if self.prompt_logprobs is None and (self.candidates or self.logprobs_from):
             raise ValueError("candidates and logprobs_from need prompt_logprobs")
+        if self.embeds and (self.prompt_logprobs is not None or len(self.prompt) < 2):
+            raise ValueError("embeds needs a placeholder after the prompt, and no prompt_logprobs")
         if self.logprobs_from >= len(self.prompt):
             raise ValueError(
                 f"logprobs_from {self.logprobs_from} is after the prompt's {len(self.prompt)} "

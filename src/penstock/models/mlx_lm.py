@@ -174,6 +174,33 @@ class HeadedReader(MlxLmReader):
         return model
 
 
+class ChangedReader(MlxLmReader):
+    """Reads a model whose class and modules the caller's functions change."""
+
+    def __init__(
+        self,
+        change_class: Callable[[type[nn.Module]], type[nn.Module]],
+        change: Callable[[nn.Module], None],
+    ) -> None:
+        self._change_class = change_class
+        self._change = change
+
+    def read(self, source: str) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+        folder = Path(source)
+        tokenizer, config = read_text_side(folder)
+        return self.read_model(folder), tokenizer, config
+
+    def read_model(self, folder: Path) -> nn.Module:
+        def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+            model_class, arguments = mlx_lm.utils._get_classes(config)
+            return self._change_class(model_class), arguments
+
+        model: nn.Module
+        model, _ = mlx_lm.utils.load_model(folder, lazy=True, get_model_classes=classes)
+        self._change(model)
+        return model
+
+
 def head_cache() -> Any:
     """Return mlx-lm's cache of a multi-token head: keys and values, and one state."""
     caches = mlx_lm.models.cache

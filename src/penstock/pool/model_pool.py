@@ -19,11 +19,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import mlx.core as mx
 
-from penstock.encoders.encoder import Encoder
 from penstock.engine.turns import Turns
 from penstock.engine.view import Holdings
 from penstock.errors import EngineStopped, LedgerFull, ModelError, NeverFits, PenstockError
@@ -600,7 +599,7 @@ def _opened(place: _PoolPlace) -> LoadedMember:
 
 def _open(spec: PoolMember, ledger: ModelLedger, turns: Turns) -> LoadedMember:
     if spec.encodes:
-        return OpenEncoder(spec.name, cast(Callable[[int], Encoder], spec.load), ledger, turns)
+        return OpenEncoder(spec, ledger, turns)
     return OpenModel(spec, ledger, turns)
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from concurrent.futures import Future
+from typing import Any
 
-from penstock.encoders.encoder import Encoder
+from penstock.encoders.decoder_embedder import DecoderEmbedder, EmbedderEngine
 from penstock.encoders.encoder_engine import EncoderEngine
 from penstock.engine.turns import Turns
 from penstock.engine.view import Holdings
 from penstock.ledger import ModelLedger
-from penstock.models.unloading import drop_frames
-from penstock.pool.open_model import OpenMember
+from penstock.models.unloading import drop_frames, unload
+from penstock.pool.open_model import OpenMember, PoolMember
 
 
 class OpenEncoder(OpenMember):
@@ -22,13 +23,11 @@ class OpenEncoder(OpenMember):
         NeverFits: it takes more than the advance and the free memory. All bytes are released.
     """
 
-    def __init__(
-        self, name: str, load: Callable[[int], Encoder], ledger: ModelLedger, turns: Turns
-    ) -> None:
-        super().__init__(name, ledger, turns)
+    def __init__(self, spec: PoolMember, ledger: ModelLedger, turns: Turns) -> None:
+        super().__init__(spec.name, ledger, turns)
         try:
-            encoder = load(ledger.limit_bytes)
-            self.engine = EncoderEngine(encoder, ledger, turns)
+            encoder = spec.load(ledger.limit_bytes)
+            self.engine = _engine(encoder, ledger, turns, spec.settings)
         except BaseException as error:
             drop_frames(error)
             self._release()
@@ -43,13 +42,10 @@ class OpenEncoder(OpenMember):
         return self.engine.holdings()
 
     def evict_prefixes(self, nbytes: int) -> Future[int]:
-        """Return a future of 0: an encoder caches nothing between requests."""
-        done: Future[int] = Future()
-        done.set_result(0)
-        return done
+        return self.engine.evict_prefixes(nbytes)
 
     def set_limit(self, limit_bytes: int) -> None:
-        self._in_turn(lambda: self.ledger.set_limit(limit_bytes))
+        self.engine.set_limit(limit_bytes)
 
     def check(self) -> None:
         self.engine.check()
@@ -60,3 +56,15 @@ class OpenEncoder(OpenMember):
         self.attached = None
         del self.engine.encoder
         self._release()
+
+
+def _engine(
+    encoder: Any, ledger: ModelLedger, turns: Turns, settings: Mapping[str, Any]
+) -> EncoderEngine | EmbedderEngine:
+    if not isinstance(encoder, DecoderEmbedder):
+        return EncoderEngine(encoder, ledger, turns)
+    try:
+        return EmbedderEngine(encoder, ledger, turns, settings)
+    except BaseException:
+        unload(encoder.loaded.model)
+        raise

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from penstock.encoders.decoder_embedder import DecoderEmbedder
 from penstock.encoders.encoder import Encoder
 from penstock.engine.engine import Engine
 from penstock.engine.turns import Turns
@@ -21,12 +22,12 @@ class PoolMember:
     """A model that a pool can load, and how to load it."""
 
     name: str
-    load: Callable[[int], Loaded] | Callable[[int], Encoder]
+    load: Callable[[int], Loaded | Encoder | DecoderEmbedder]
     """Loads the model for a memory limit in bytes."""
     expected_bytes: Callable[[int], int]
     """Returns the bytes of the weights for a memory limit; raises if the model cannot be loaded."""
     encodes: bool = False
-    """Whether `load` returns an `Encoder`."""
+    """Whether `load` returns an `Encoder` or a `DecoderEmbedder`."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the model's engine, except the memory limit."""
     pinned: bool = False

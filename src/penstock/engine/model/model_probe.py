@@ -24,6 +24,7 @@ from penstock.kv.states import RecurrentState, States, arrays, stacked
 from penstock.kv.tails import LayerShape, Tails
 from penstock.models import mlx_lm as seam
 from penstock.models.adapters import adapters_of
+from penstock.models.headless import vocabulary_of
 
 LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 """Pattern of the layer in the name of a weight."""
@@ -141,7 +142,7 @@ def try_model(runner: ProbedRunner, modules: tuple[str, ...]) -> tuple[Fitness, 
         ModelError: no path matches.
     """
     expected = _plain_logits(runner)
-    vocabulary_size = expected.shape[-1]
+    vocabulary_size = vocabulary_of(runner.model, expected.shape[-1])
     if runner.layout.compresses:
         why = "its layers compress what they keep"
     elif not modules and runner.attention_windows:

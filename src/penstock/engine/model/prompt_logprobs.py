@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from penstock.ledger import Kind, Ledger
 
-__all__ = ["PromptLogprobs", "PromptToken", "ScoredBlocks", "Scores", "score"]
+__all__ = ["LastOutput", "PromptLogprobs", "PromptToken", "ScoredBlocks", "Scores", "score"]
 
 PIECE_LOGITS = 2**18
 """Number of logits converted at a time, unless the vocabulary is larger."""
@@ -96,6 +96,11 @@ class PromptLogprobs:
         return self.read_positions >= len(self.tokens) - 1
 
     @property
+    def cached(self) -> bool:
+        """Whether blocks of them are cached for other requests."""
+        return not self.candidates
+
+    @property
     def nbytes(self) -> int:
         return SCORE_BYTES * (len(self.tokens) - self.start) * (1 + self.top)
 
@@ -145,6 +150,28 @@ class PromptLogprobs:
             yield PromptToken(token, values[0], numbers[0], top)
 
 
+class LastOutput(PromptLogprobs):
+    """Output of a model without a head after the last token but one, as float32."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        super().__init__(tokens, 0, start=len(tokens) - 2)
+        self.values: npt.NDArray[np.float32] | None = None
+        """Output (width,); None until it is computed."""
+
+    @property
+    def cached(self) -> bool:
+        return False
+
+    def score(self, logits: mx.array, start: int) -> Scores:
+        """Return the last row as it is."""
+        values = np.array(logits[-1:].astype(mx.float32))
+        return Scores(values, np.zeros((1, 0), np.int32))
+
+    def add(self, start: int, scores: Scores) -> None:
+        self.values = scores.values[0]
+        self.read_positions = start + 1
+
+
 class BlockTree(Protocol):
     ledger: Ledger
     block_size: int
@@ -178,7 +205,7 @@ class ScoredBlocks:
     def fill(self, logprobs: PromptLogprobs, block_hashes: Sequence[bytes]) -> None:
         """Fill in the cached log-probabilities of the next blocks of a prompt."""
         size, tokens = self._prefixes.block_size, logprobs.tokens
-        while not (logprobs.done or logprobs.candidates):
+        while logprobs.cached and not logprobs.done:
             start = logprobs.read_positions
             block = start // size
             if start % size or block >= len(block_hashes) or start + size >= len(tokens):
@@ -195,7 +222,7 @@ class ScoredBlocks:
     ) -> None:
         """Cache the log-probabilities of a chunk's whole blocks, if memory allows."""
         size, tokens, top = self._prefixes.block_size, logprobs.tokens, logprobs.top
-        if logprobs.candidates:
+        if not logprobs.cached:
             return
         end = start + len(scores.values)
         for block in range(-(-start // size), min(end // size, len(block_hashes))):

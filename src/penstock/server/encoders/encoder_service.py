@@ -13,6 +13,7 @@ from typing import ParamSpec, TypeVar
 from starlette.requests import Request as HttpRequest
 
 from penstock.config import ServerSettings
+from penstock.encoders.decoder_embedder import EmbedderEngine
 from penstock.encoders.encoder_engine import EncoderEngine
 from penstock.encoders.encoder_tokens import TextTooLong, TokenizedText
 from penstock.kv.numpy_arrays import Floats
@@ -51,7 +52,7 @@ class EncoderService:
 
     def __init__(
         self,
-        engine: EncoderEngine,
+        engine: EncoderEngine | EmbedderEngine,
         settings: ServerSettings,
         model_name: str,
         memory: PromptMemory,
