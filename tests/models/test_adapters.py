@@ -112,8 +112,60 @@ def test_adapters_in_one_batch_match_separate_mlx_lm_models(
         core.close()
 
 
+OTHER_LAYERS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "mixtral": {
+        "experts": {"kinds": ("SwitchLinear",)},
+        "all": {"kinds": ("Linear", "SwitchLinear"), "outside": True, "rank": 6},
+        "attention": {},
+    },
+    "gpt_oss": {"experts": {"kinds": ("SwitchLinear",)}, "head": {"kinds": (), "outside": True}},
+    "llama": {"outside": {"outside": True}, "dora": {"outside": True, "dora": True, "kinds": ()}},
+    "embedded": {"outside": {"outside": True}, "dora": {"outside": True, "dora": True}},
+}
+"""Adapters of experts, embeddings and output layers: of a model that ties the two, and of others.
+"""
+
+
+@pytest.mark.parametrize("family", OTHER_LAYERS)
+def test_experts_embeddings_and_heads_match_mlx_lm(tmp_path: Path, family: str) -> None:
+    folders = {
+        name: write_adapter(family, tmp_path / name, seed, **how)
+        for seed, (name, how) in enumerate(OTHER_LAYERS[family].items(), 1)
+    }
+    alone: dict[str | None, list[list[int]]] = {None: expected(fresh(family))}
+    for name, folder in folders.items():
+        alone[name] = expected(load_adapters(fresh(family), str(folder)))
+    assert len({str(tokens) for tokens in alone.values()}) == len(alone)  # they differ
+
+    model = fresh(family)
+    put_adapters(model, folders)
+    mx.eval(model.parameters())
+    beside = mx.get_active_memory() - weight_bytes(model)
+    core = Core(model, **SMALL, speculative_tokens=4)
+    mx.reset_peak_memory()
+    try:
+        for _ in ("cold", "warm"):
+            assert answers(core, list(alone)) == alone
+        assert mx.get_peak_memory() - beside < core.view.stats().limit_bytes
+    finally:
+        core.close()
+
+
+def test_dora_adapter_of_experts_is_refused(tmp_path: Path) -> None:
+    folder = write_adapter("mixtral", tmp_path / "mine", 1, kinds=("SwitchLinear",))
+    weights = folder / "adapters.safetensors"
+    arrays: dict[str, mx.array] = dict(mx.load(str(weights)))  # type: ignore[arg-type]
+    names = {name.rpartition(".")[0] for name in arrays}
+    mx.save_safetensors(str(weights), arrays | {f"{name}.m": mx.ones((4, 8)) for name in names})
+    with pytest.raises(ModelError, match="are experts; only LoRA"):
+        put_adapters(fresh("mixtral"), {"mine": folder})
+
+
 def test_mixed_pass_supports_several_adapters(tmp_path: Path) -> None:
-    folders = {name: write_adapter("llama", tmp_path / name, n) for n, name in enumerate("ab", 1)}
+    folders = {
+        name: write_adapter("llama", tmp_path / name, n, outside=True)
+        for n, name in enumerate("ab", 1)
+    }
     asked = {"a": (5, 9, 4, 11), None: (7, 3, 8, 2, 6), "b": (2, 12, 6, 9, 3, 10, 8)}
     alone = {}
     for name, prompt in asked.items():
@@ -205,6 +257,26 @@ def test_adapter_bytes_count_as_weights(tmp_path: Path) -> None:
     assert 2 * 0.9 * written < added < 2 * 1.1 * written  # its own, and the zeros of the base
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_packed_model_supports_adapters_of_all_layers(tmp_path: Path, family: str) -> None:
+    if weight_packer() is None:
+        pytest.skip("packed products are compiled by Numba")
+    model, reference = fresh(family), fresh(family)
+    for one in (model, reference):
+        nn.quantize(one, group_size=32, bits=4)
+    how: dict[str, Any] = {"kinds": ("Linear", "SwitchLinear"), "outside": True}
+    folder = write_adapter(family, tmp_path / "mine", 1, **how)
+    tokens = mx.array([prompts()[0]])
+    plain = reference(tokens)
+    wanted = load_adapters(reference, str(folder))(tokens)
+    put_adapters(model, {"mine": folder})
+    pack(model, _dense, exact=True)
+    assert off(model(tokens), plain) < 1e-3
+    with adapted([1]):
+        changed = model(tokens)
+    assert off(changed, wanted) < 1e-3 < 0.1 < off(changed, plain)
+
+
 @pytest.mark.parametrize("dora", [False, True])
 def test_packed_model_supports_adapters(tmp_path: Path, dora: bool) -> None:
     if weight_packer() is None:
@@ -242,8 +314,9 @@ WRONG: Mapping[str, str] = {
     "not JSON": "cannot be read",
     "full": "has type full",
     "other shapes": "is another model's",
-    "other layers": "not a linear layer of this model",
-    "embedding": "not a linear layer of a decoder layer",
+    "other layers": "no linear layer, embedding or experts of this model",
+    "embedding": "is another model's",
+    "other matrices": "otherwise than by LoRA or DoRA",
     "nothing": "changes nothing",
 }
 
@@ -268,6 +341,8 @@ def test_invalid_adapter_gives_one_line_error(tmp_path: Path, wrong: str) -> Non
     elif wrong == "embedding":
         more = {f"model.embed_tokens.lora_{side}": mx.zeros((4, 4)) for side in "ab"}
         mx.save_safetensors(str(weights), {**arrays, **more})
+    elif wrong == "other matrices":
+        mx.save_safetensors(str(weights), {**arrays, "model.norm.weight": mx.zeros(4)})
     else:
         mx.save_safetensors(str(weights), {})
     with pytest.raises(ModelError, match=WRONG[wrong]) as refused:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from parity_models import model_of
@@ -19,13 +18,32 @@ def fresh(family: str) -> Any:
 
 
 def write_adapter(
-    family: str, folder: Path, seed: int, *, dora: bool = False, rank: int = 4
+    family: str,
+    folder: Path,
+    seed: int,
+    *,
+    dora: bool = False,
+    rank: int = 4,
+    kinds: tuple[str, ...] = ("Linear",),
+    outside: bool = False,
 ) -> Path:
-    """Write a random adapter as mlx-lm's training does."""
+    """Write a random adapter as mlx-lm's training does.
+
+    Args:
+        kinds: names of the classes of the layers that it changes in decoder layers.
+        outside: whether it also changes the embedding and the output layer.
+    """
     model = fresh(family)
     parameters: dict[str, Any] = {"rank": rank, "scale": 5.0, "dropout": 0.0}
-    linear = {n for layer in model.layers for n, m in layer.named_modules() if type(m) is nn.Linear}
-    parameters["keys"] = sorted(linear)  # no experts
+    keys = {
+        name
+        for layer in model.layers
+        for name, module in layer.named_modules()
+        if type(module).__name__ in kinds
+    }
+    if outside:
+        keys |= {"model.embed_tokens", "lm_head"}
+    parameters["keys"] = sorted(keys)
     model.freeze()
     linear_to_lora_layers(model, len(model.layers), parameters, use_dora=dora)
     mx.random.seed(seed)

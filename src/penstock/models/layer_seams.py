@@ -138,9 +138,15 @@ def adapted(numbers: Sequence[int]) -> Iterator[None]:
         _active.adapters = 0
 
 
-def row_adapters() -> mx.array | int:
-    """Return the adapter number of each row of this thread's batch, or one number for all."""
-    return _active.adapters
+def row_adapters(x: mx.array | None = None, layer: nn.Module | None = None) -> mx.array | int:
+    """Return the adapter number of each row of this thread's batch, or one number for all.
+
+    For the input `x` of an output layer, only of those rows that `read_rows` returns.
+    """
+    numbers, rows = _active.adapters, _active.logit_rows
+    if x is None or not rows or isinstance(numbers, int) or not _reads_rows(layer):
+        return numbers
+    return numbers[mx.array(list(rows))]
 
 
 @contextmanager
@@ -177,6 +183,10 @@ def skips_logits() -> bool:
 def read_rows(x: mx.array, layer: nn.Module | None = None) -> mx.array:
     """Return the part of an output layer's input whose logits are needed; all for other layers."""
     rows, skipped = _active.logit_rows, _active.skipped_tokens
-    if not (rows or skipped) or (layer is not None and not getattr(layer, IS_HEAD, False)):
+    if not (rows or skipped) or not _reads_rows(layer):
         return x
     return x[:, skipped:] if rows is None else x[mx.array(list(rows))]
+
+
+def _reads_rows(layer: nn.Module | None) -> bool:
+    return layer is None or getattr(layer, IS_HEAD, False)
