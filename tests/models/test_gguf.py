@@ -178,7 +178,10 @@ NEW_TOKENS = 24
 
 @pytest.mark.parametrize(
     "name",
-    ["gemma4", "gemma4 with experts", "granite", "glm4", "lfm2", "qwen35", "qwen35moe", "gpt-oss"],
+    [
+        *("gemma4", "gemma4 with experts", "granite", "glm4", "lfm2", "qwen35", "qwen35moe"),
+        *("gpt-oss", "llama4"),
+    ],
 )
 def test_engine_matches_mlx_lm_with_same_weights(name: str, tmp_path: Path) -> None:
     mx.random.seed(2)
@@ -241,6 +244,9 @@ def test_multi_token_prediction_layers_are_not_loaded(tmp_path: Path) -> None:
         ("gemma4", "gemma4.feed_forward_length", [96, 192, 96, 192], "differ in other ways"),
         ("gemma4", "gemma4.attention.shared_kv_layers", 4, "differ in other ways"),
         ("gemma4", "gemma4.rope.dimension_count_swa", 8, "a part of the heads"),
+        ("llama4", "llama4.expert_used_count", 2, "only those with 1 of them"),
+        ("llama4", "llama4.attention.sliding_window", 0, "chunked attention"),
+        ("llama4", "llama4.rope.scaling.factor", 4.0, "RoPE scaling 'linear' is not supported"),
     ],
 )
 def test_features_unsupported_by_mlx_lm_are_refused(
@@ -271,7 +277,9 @@ def test_native_weights_stay_quantized(tmp_path: Path) -> None:
         assert held == count(read_header(file))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3moe", "gemma3", "gemma4", "gemma4 with experts"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama4", "qwen3moe", "gemma3", "gemma4", "gemma4 with experts"]
+)
 def test_plan_matches_loaded_weights(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,6 +43,28 @@ GEMMA4_ROPE = {
     },
     "sliding_attention": {"rope_theta": 10_000.0, "rope_type": "default"},
 }
+LLAMA4 = {
+    "model_type": "llama4",
+    "num_hidden_layers": 5,
+    "attention_bias": False,
+    "attention_chunk_size": 8192,
+    "interleave_moe_layer_step": 2,
+    "intermediate_size": 32,
+    "intermediate_size_mlp": 96,
+    "moe_intermediate_size": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "tie_word_embeddings": False,
+    "use_qk_norm": True,
+    "rope_theta": 500_000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama3": {
@@ -56,6 +78,13 @@ MODELS: dict[str, dict[str, Any]] = {
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
+    },
+    "llama4": LLAMA4,
+    "llama4 with 128 experts": {
+        **LLAMA4,
+        "interleave_moe_layer_step": 1,
+        "num_local_experts": 128,
+        "use_qk_norm": False,
     },
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": False},
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
@@ -185,7 +214,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def small_model(name: str) -> tuple[Any, dict[str, Any]]:
     """Return a random model and its config."""
     config = {**SIZES, **MODELS[name]}
-    model = build(config)
+    model = build({**config, "text_config": config} if "llama4" in name else config)
     # Norms of ones, and sinks of zeros, would be the same in any order.
     shaken = tree_map(
         lambda array: (
@@ -220,7 +249,7 @@ def write_model(
 
     `metadata` stands in the place of what it would write under these keys.
     """
-    arch = {"llama3": "llama", "gemma4 with experts": "gemma4"}.get(name, name)
+    arch = "llama" if name == "llama3" else name.split(" with ")[0]
     writer = gguf.GGUFWriter(path, arch)
     _add_sizes(writer, arch, config)
     add_vocabulary(writer)
@@ -247,7 +276,7 @@ def write_model(
         is_small = numbers.ndim == 1 or any(part in str(known) for part in SMALL)
         kind = gguf.GGMLQuantizationType["F32" if is_small else form]
         writer.add_tensor(known, quantize(numbers, kind), raw_dtype=kind)
-    if name == "llama3":
+    if name == "llama3" or arch == "llama4":
         writer.add_tensor("rope_freqs.weight", _llama3_factors(config))
     writer.kv_data[0].update(metadata or {})
     writer.write_header_to_file()
@@ -376,7 +405,8 @@ def _add_sizes(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> No
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    dense = config.get("intermediate_size_mlp", config["intermediate_size"])
+    writer.add_feed_forward_length(dense)
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -398,6 +428,8 @@ def _add_sizes(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> No
         writer.add_logit_scale(config["logits_scaling"])
     if arch == "gemma4":
         _add_gemma4(writer, config)
+    if arch == "llama4":
+        writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
     if arch == "glm4":
         writer.add_rope_dimension_count(config["head_dim"] // 2)
     if arch == "lfm2":

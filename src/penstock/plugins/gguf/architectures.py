@@ -113,6 +113,19 @@ _GPT_OSS = {
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
+_LLAMA4 = {
+    **_COMMON,
+    "ffn_gate": "feed_forward.gate_proj",
+    "ffn_up": "feed_forward.up_proj",
+    "ffn_down": "feed_forward.down_proj",
+    "ffn_gate_inp": "feed_forward.router",
+    "ffn_gate_exps": "feed_forward.experts.gate_proj",
+    "ffn_up_exps": "feed_forward.experts.up_proj",
+    "ffn_down_exps": "feed_forward.experts.down_proj",
+    "ffn_gate_shexp": "feed_forward.shared_expert.gate_proj",
+    "ffn_up_shexp": "feed_forward.shared_expert.up_proj",
+    "ffn_down_shexp": "feed_forward.shared_expert.down_proj",
+}
 _OUTER = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -154,6 +167,8 @@ class Architecture:
     """Whether layers may differ in size and KV heads, which `special` returns."""
     scales_rope: bool = True
     """Whether mlx-lm's model supports `rope_scaling`."""
+    nested: bool = False
+    """Whether mlx-lm's model has its config in `text_config`."""
 
 
 def architecture(header: Header) -> Architecture:
@@ -289,7 +304,7 @@ def _claims(header: Header, config: Config) -> Iterator[tuple[str, int, int]]:
         ("attn_q", 0, heads * head),
         ("attn_k", 0, keys * head),
         ("attn_qkv", 0, _joined_rows(config, (heads + 2 * keys) * head)),
-        ("ffn_down", 1, config["intermediate_size"]),
+        ("ffn_down", 1, config.get("intermediate_size_mlp", config["intermediate_size"])),
         ("ffn_gate_inp", 0, int(config.get("num_experts") or config.get("num_local_experts") or 0)),
     ):
         tensor = header.tensors.get(f"blk.0.{name}.weight")
@@ -423,23 +438,29 @@ def _factors(header: Header, name: str) -> list[float]:
 
 
 def _llama(header: Header, prefix: str) -> Config:
-    """Return Llama 3's RoPE scaling, which the file has as one factor per frequency."""
-    config: Config = {"rope_traditional": False}
+    return {"rope_traditional": False, **_llama3_scaling(header, prefix, high=4.0)}
+
+
+def _llama3_scaling(header: Header, prefix: str, high: float) -> Config:
+    """Return Llama 3's RoPE scaling, which the file has as one factor per frequency.
+
+    `high` is its `high_freq_factor`, which the file does not have.
+    """
     if "rope_freqs.weight" not in header.tensors:
-        return config
+        return {}
     factors = _factors(header, "rope_freqs.weight")
     scaling = {
         "rope_type": "llama3",
         "factor": max(factors, default=0.0),
         "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "high_freq_factor": high,
         "original_max_position_embeddings": 8_192,
     }
     theta = header.number(f"{prefix}.rope.freq_base", 10_000.0)
     ours = llama3_factors(theta, scaling, len(factors)) if min(factors, default=0.0) >= 1 else []
     if not ours or not np.allclose(factors, ours, rtol=1e-3):
         raise ModelError(f"{header.name}: the factors in rope_freqs.weight are not Llama 3's")
-    return {**config, "rope_scaling": scaling}
+    return {"rope_scaling": scaling}
 
 
 def llama3_factors(theta: float, scaling: Mapping[str, Any], count: int) -> list[float]:
@@ -455,8 +476,43 @@ def llama3_factors(theta: float, scaling: Mapping[str, Any], count: int) -> list
         scaling["original_max_position_embeddings"] / (2 * np.pi * theta ** (i / count))
         for i in range(count)
     ]
-    smooth = [min(1.0, max(0.0, (turn - low) / (high - low))) for turn in turns]
+    smooth = [
+        float(turn > high) if turn <= low or turn >= high else (turn - low) / (high - low)
+        for turn in turns
+    ]
     return [1 / ((1 - share) / scaling["factor"] + share) for share in smooth]
+
+
+LLAMA4_CHUNK = 8_192
+"""Number of tokens in a chunk of Llama 4's local attention, which llama.cpp has as a constant."""
+LLAMA4_WITHOUT_NORM = 128
+"""Number of experts of the model without norms of queries and keys (Maverick)."""
+
+
+def _llama4(header: Header, prefix: str) -> Config:
+    if "output.weight" not in header.tensors:
+        raise ModelError(f"{header.name} has no tensor output.weight, which mlx-lm's llama4 needs")
+    experts = header.integer(f"{prefix}.expert_count", 0)
+    used = header.integer(f"{prefix}.expert_used_count", 0)
+    window = header.integer(f"{prefix}.attention.sliding_window", LLAMA4_CHUNK)
+    if used != 1 or not window or layer_count(header) < 4:
+        raise ModelError(
+            f"{header.name}: Llama 4 with {experts:,} experts, {used:,} of them a token, and "
+            f"{counted(layer_count(header), 'layer')} is not supported; only those with 1 of them, "
+            f"chunked attention and at least 4 layers are"
+        )
+    return {
+        "attention_bias": _has(header, "attn_q.bias"),
+        "attention_chunk_size": LLAMA4_CHUNK,
+        "interleave_moe_layer_step": header.integer(f"{prefix}.interleave_moe_layer_step"),
+        "intermediate_size": header.integer(f"{prefix}.expert_feed_forward_length"),
+        "intermediate_size_mlp": header.integer(f"{prefix}.feed_forward_length"),
+        "num_local_experts": experts,
+        "num_experts_per_tok": used,
+        "rope_scaling": None,
+        "use_qk_norm": experts != LLAMA4_WITHOUT_NORM,
+        **_llama3_scaling(header, prefix, high=1.0),
+    }
 
 
 def _qwen3(header: Header, prefix: str) -> Config:
@@ -716,6 +772,9 @@ def _gpt_oss(header: Header, prefix: str) -> Config:
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", _llama, interleaved=True),
+    "llama4": Architecture(
+        "llama4", _llama4, _LLAMA4, prefix="language_model.", scales_rope=False, nested=True
+    ),
     "qwen2": Architecture("qwen2", lambda header, prefix: {}),
     "qwen3": Architecture("qwen3", _qwen3),
     "qwen3moe": Architecture("qwen3_moe", _qwen3moe, _EXPERTS),

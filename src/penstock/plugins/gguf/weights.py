@@ -32,6 +32,9 @@ def write_config(header: Header, folder: Path, *, float32: bool, dtype: str) -> 
     """Write the config of a model folder for mlx-lm's loaders."""
     config = architectures.config(header)
     config["torch_dtype"] = dtype
+    if architectures.architecture(header).nested:
+        outer = {key: config[key] for key in ("model_type", "torch_dtype", "eos_token_id")}
+        config = {**outer, "text_config": config}
     if not float32 and (quantization := _quantization(header)):
         config["quantization"] = quantization
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
