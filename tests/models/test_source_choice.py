@@ -6,6 +6,7 @@ import json
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,3 +65,26 @@ def test_missing_mlx_vlm_gives_one_line_install_hint(
 def test_missing_mlx_vlm_raises_model_error(foreign: Path) -> None:
     with pytest.raises(ModelError, match="has no model type qwen4_exp"):
         choose_source(str(foreign))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"architectures": ["LlamaForCausalLMEagle3"]},
+        {"architectures": ["DFlashDraftModel"], "model_type": "qwen3"},
+        {"model_type": "glm4_moe_lite_mtp"},
+        {"model_type": "gemma4_assistant"},
+    ],
+)
+def test_drafters_that_read_hidden_states_are_refused_by_name(
+    fields: dict[str, Any], foreign: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = foreign / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "llama", **fields}))
+    name = fields.get("architectures", [fields.get("model_type")])[0]
+    flags = ["--speculative-tokens", "4", "--draft-model", str(foreign)]
+    for command in (["--model", str(foreign)], ["--model", str(MODEL_PATH), *flags]):
+        assert main(["generate", "Hello", *command]) == 2
+        shown = capsys.readouterr()
+        assert shown.out == "" and shown.err.count("\n") == 1
+        assert f"a drafter ({name})" in shown.err

@@ -67,7 +67,7 @@ def read_model_spec(
     weight_bytes, weight_source = _weights(c, family, files)
     if files and folder is None:
         weight_source = "header of the file"
-    if _has_float8_blocks(outer):
+    if has_float8_blocks(outer):
         notes.append(
             "8-bit floats are counted as mlx-vlm reads them (mxfp8); mlx-lm may take twice"
         )
@@ -168,7 +168,7 @@ def _loaded_bytes(
     folder: Path, config: Mapping[str, object], *, float32: bool, mtp: Path | None
 ) -> dict[str, int]:
     """Sum the bytes of a folder's tensors once loaded, by dtype, and outside the layers."""
-    headers, float8 = _loaded_tensors(folder, mtp=mtp), _has_float8_blocks(config)
+    headers, float8 = _loaded_tensors(folder, mtp=mtp), has_float8_blocks(config)
     nbytes: Counter[str] = Counter()
     for name, entry in headers.items():
         stem, _, last = name.rpartition(".")
@@ -192,11 +192,14 @@ def _loaded_bytes(
     return dict(nbytes)
 
 
-def _has_float8_blocks(config: Mapping[str, object]) -> bool:
+def has_float8_blocks(config: Mapping[str, object]) -> bool:
     """Return whether weights are float8 with a scale per block, which mlx-vlm converts to mxfp8."""
-    stated = config.get("quantization_config")
+    inner = config.get("text_config")
+    places = (config, inner if isinstance(inner, Mapping) else {})
+    stated = next((form for place in places if (form := place.get("quantization_config"))), None)
     form = stated if isinstance(stated, Mapping) else {}
-    return (form.get("quant_method"), form.get("weight_block_size")) == ("fp8", [128, 128])
+    kind = form.get("quant_method"), form.get("fmt", "e4m3"), form.get("weight_block_size")
+    return kind == ("fp8", "e4m3", [128, 128])
 
 
 def _coding(config: Mapping[str, object], stem: str) -> tuple[int, str]:

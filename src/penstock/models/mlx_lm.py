@@ -258,10 +258,19 @@ def folder_widening(
         raise _unloadable(source, error) from error
 
 
+FLOAT8_SCALES = "weight_scale_inv"
+"""Name of the scales of FP8 weights, which mlx-lm's loader calls unknown where it ignores them."""
+
+
 def _unloadable(source: str, error: BaseException) -> BaseException:
     what = f"cannot load {source}"
     if not Path(source).is_dir():
         what = f"there is no folder {source}, and it cannot be fetched"
+    if FLOAT8_SCALES in str(error):
+        return ModelError(
+            f"{what}: its FP8 weights have a scale a block, which mlx-lm does not read for this "
+            f"model type, and mlx-vlm does: pip install mlx-vlm, without --model-source mlx-lm"
+        )
     return _refusal(what, error)
 
 

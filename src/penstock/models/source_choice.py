@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from penstock.config import ModelSource
 from penstock.errors import ModelError
 from penstock.extensions import extension
-from penstock.memory.reading import has_tensor
+from penstock.memory.reading import has_float8_blocks, has_tensor
 from penstock.models.encoder_types import ENCODER_NOTE, is_encoder
 from penstock.models.mlx_lm import MlxLmReader, ModelReader
 from penstock.models.recommended import pull
@@ -18,21 +19,27 @@ from penstock.models.source import SourceChoice, read_object
 INSTALL = "pip install mlx-vlm"
 TOWERS = ("vision", "visual")
 """Substrings that identify the weights of a vision tower."""
+_DRAFTER = re.compile(
+    r"eagle-?3|eagle$|dflash|dspark|_mtp$|(gemma4|glimmer)\w*_assistant", re.IGNORECASE
+)
+"""Names of models that read hidden states of the model that they draft for."""
 
 
 def choose_source(source: str, asked: ModelSource = "auto") -> tuple[SourceChoice, ModelReader]:
     """Return the library that loads a model, and its reader.
 
-    With `auto`, mlx-vlm is used for model types that only it supports, and for models whose images
-    it can read; otherwise mlx-lm.
+    With `auto`, mlx-vlm is used for model types that only it supports, for models whose images it
+    can read, and for 8-bit floats in blocks; otherwise mlx-lm.
 
     Args:
         source: checked folder, or hub name.
         asked: requested library, or `auto`.
 
     Raises:
-        ModelError: mlx-vlm is needed but not installed, or does not support the model type.
+        ModelError: mlx-vlm is needed but not installed, or does not support the model type; or the
+            folder has no language model, but a drafter that needs hidden states of one.
     """
+    _refuse_drafter(source)
     mlx_lm = MlxLmReader()
     if asked == "mlx-lm":
         return SourceChoice("mlx-lm", "--model-source"), mlx_lm
@@ -51,6 +58,11 @@ def choose_source(source: str, asked: ModelSource = "auto") -> tuple[SourceChoic
         if images is not None:
             why = f"it reads images of the model type {model_type}, and mlx-lm only text"
             return SourceChoice("mlx-vlm", why), images
+        if has_float8_blocks(_config(source)):
+            mlx_vlm = _mlx_vlm()
+            if mlx_vlm is not None and mlx_vlm.knows(model_type):
+                why = "it keeps FP8 weights in 8 bits (mxfp8), and mlx-lm does not"
+                return SourceChoice("mlx-vlm", why), mlx_vlm
         return SourceChoice("mlx-lm", f"it has the model type {model_type}"), mlx_lm
     if is_encoder(_config(source)):
         raise ModelError(f"{source}: {ENCODER_NOTE}; penstock serve has its embeddings or scores")
@@ -62,6 +74,19 @@ def choose_source(source: str, asked: ModelSource = "auto") -> tuple[SourceChoic
     if not mlx_vlm.knows(model_type):
         raise ModelError(f"{source}: {lacks}, and {mlx_vlm.release} has none either")
     return SourceChoice("mlx-vlm", lacks), mlx_vlm
+
+
+def _refuse_drafter(source: str) -> None:
+    config = _config(source)
+    classes = config.get("architectures")
+    names = [config.get("model_type"), *(classes if isinstance(classes, list) else ())]
+    drafter = next((str(name) for name in names if _DRAFTER.search(str(name))), None)
+    if drafter is not None:
+        raise ModelError(
+            f"{source} is no language model but a drafter ({drafter[:64]}), which reads hidden "
+            f"states of another; --draft-model takes a language model with the same tokenizer, or "
+            f"mtp"
+        )
 
 
 def _image_reader(source: str) -> ModelReader | None:
