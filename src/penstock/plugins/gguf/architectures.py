@@ -304,7 +304,7 @@ def _claims(header: Header, config: Config) -> Iterator[tuple[str, int, int]]:
         ("attn_q", 0, heads * head),
         ("attn_k", 0, keys * head),
         ("attn_qkv", 0, _joined_rows(config, (heads + 2 * keys) * head)),
-        ("ffn_down", 1, config.get("intermediate_size_mlp", config["intermediate_size"])),
+        ("ffn_down", 1, int(config.get("intermediate_size_mlp") or config["intermediate_size"])),
         ("ffn_gate_inp", 0, int(config.get("num_experts") or config.get("num_local_experts") or 0)),
     ):
         tensor = header.tensors.get(f"blk.0.{name}.weight")
