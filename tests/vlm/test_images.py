@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -35,6 +37,7 @@ pytestmark = [
 """Of mlx-vlm's processors of Kimi-VL and Gemma 4."""
 LIMITS: dict[str, Any] = {"memory_limit": "400MB", "block_size": 16}
 TOKENS = 8
+ROOT = Path(__file__).parents[2]
 TALK = "Look at this IMAGE and this IMAGE : what is it ?"
 
 
@@ -224,6 +227,24 @@ def test_running_answer_continues_while_images_are_encoded(qwen: Pair, engine: E
     running.cancel()
 
 
+def test_vision_tower_is_evaluated_layer_by_layer(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLX holds up the steps of running answers while a whole tower waits in its queue."""
+    model, vision = pair.loaded.model, pair.theirs.config.vision_config
+    layers = getattr(vision, "depth", None) or vision.num_hidden_layers
+    place = model.image_reader.place(file_of(picture(1)))
+    evaluate, evaluated = mx.eval, list[int]()
+
+    def count(*arrays: Any) -> None:
+        evaluated.append(len(arrays))
+        evaluate(*arrays)
+
+    monkeypatch.setattr(mx, "eval", count)
+    model.span_reader.embed(InputSpan(0, len(place.tokens), place.key, place.source))
+    assert len(evaluated) > layers
+
+
 def test_cached_prompt_does_not_wait_for_image_encoding(qwen: Pair, engine: Engine) -> None:
     """All of it is cached: it runs once its positions are known, and no step waits for them."""
     known = qwen.request(TALK, [picture(33), picture(34)], TOKENS)
@@ -316,3 +337,9 @@ def test_folder_with_vision_tower_is_loaded_by_mlx_vlm(family: str, tmp_path: Pa
     text = {name: array for name, array in weights.items() if "vis" not in name}
     mx.save_safetensors(str(file), text)  # as mlx-lm's converter leaves it
     assert choose_source(str(folder))[0].name == "mlx-lm"
+
+
+def test_gap_measurement_runs() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "image_gaps.py"), "--seconds", "0.5"]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert [line.split()[0] for line in shown.splitlines()[2:]] == ["nothing", "texts", "images"]

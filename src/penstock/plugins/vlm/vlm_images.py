@@ -12,7 +12,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from hashlib import blake2b
 from io import BytesIO
 from math import prod
@@ -55,7 +55,7 @@ REMEMBERED = 4_096
 """Maximum number of cached image sizes, and of images remembered as decodable."""
 SCORE_COPIES = 3
 ACTIVATION_COPIES = 6
-PIXEL_COPIES = 5
+PIXEL_COPIES = 6
 TABLE_COPIES = 6
 PIXEL_BYTES = 3
 """Bytes of a decoded pixel."""
@@ -295,10 +295,31 @@ def marker_of(config: Any) -> str | None:
 
 
 def tower_of(model: nn.Module) -> nn.Module:
-    """Return a copy of a model without its language model."""
+    """Return a copy of a model without its language model; its layers are evaluated one by one.
+
+    MLX holds up all threads while one of them has more than ten tasks waiting, so a whole tower in
+    one evaluation would stop running answers until it ends.
+    """
     tower: nn.Module = copy.copy(model)
     tower.pop(LANGUAGE_MODEL)
+    modules: list[nn.Module] = tower.modules()  # type: ignore[no-untyped-call]
+    lists = [value for module in modules for value in module.values() if isinstance(value, list)]
+    for layer in (layer for layers in lists for layer in layers):
+        if isinstance(layer, nn.Module):
+            layer.__class__ = _evaluated(type(layer))
     return tower
+
+
+@cache
+def _evaluated(kind: type[Any]) -> type[Any]:
+    """Return a subclass of a layer's class that evaluates what the layer returns."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = kind.__call__(self, *args, **kwargs)
+        mx.eval(result)
+        return result
+
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
 
 
 def _position_ids(positions: SpanPositions, start: int, count: int) -> mx.array:
