@@ -340,10 +340,43 @@ KIMI = ImageFamily(
     "<|media_start|>image<|media_content|><|media_pad|><|media_end|>",
 )
 
+LLAVA = ImageFamily(
+    ("<image>",),
+    {
+        "image_token_index": "<image>",
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+        "text_config": {**TEXT, "model_type": "llama"},
+        "vision_config": {
+            **TOWER,
+            "num_hidden_layers": 3,
+            "model_type": "clip_vision_model",
+            "projection_dim": 32,
+        },
+    },
+    {
+        "preprocessor_config.json": {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": SIDE},
+            "crop_size": {"height": SIDE, "width": SIDE},
+        },
+        "processor_config.json": {
+            "processor_class": "LlavaProcessor",
+            "patch_size": PATCH,
+            "vision_feature_select_strategy": "default",
+            "image_token": "<image>",
+            "num_additional_image_tokens": 1,
+        },
+    },
+    "<image>",
+    {"image_token": "<image>"},
+)
+
 FAMILIES = {
     **QWEN_FAMILIES,
     **GEMMA_FAMILIES,
     **TILED_FAMILIES,
     **ROW_FAMILIES,
     "kimi_vl": KIMI,
+    "llava": LLAVA,
 }

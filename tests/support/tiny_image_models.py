@@ -22,6 +22,8 @@ from mlx_vlm.generate.ar import generate_step
 from mlx_vlm.utils import prepare_inputs
 from PIL import Image
 from tiny_image_families import FAMILIES, VOCABULARY, ImageFamily
+from transformers import AutoImageProcessor, AutoTokenizer
+from transformers.models.llava.processing_llava import LlavaProcessor
 
 from penstock.engine.request import Request
 from penstock.models.loading import load_all
@@ -125,12 +127,16 @@ class Pair:
         return cls(
             FAMILIES[model_type],
             mlx_vlm.utils.load_model(folder),
-            mlx_vlm.utils.load_processor(folder, add_detokenizer=False, trust_remote_code=False),
+            _processor(folder, model_type),
             load_all(folder, model_source="mlx-vlm", weights_dtype="native"),
         )
 
     def inputs(self, text: str, files: Sequence[bytes]) -> dict[str, Any]:
         pictures = [Image.open(BytesIO(file)).convert("RGB") for file in files]
+        if isinstance(self.processor, LlavaProcessor):
+            prompt = text.replace("IMAGE", self.family.marker)
+            inputs = self.processor(images=pictures or None, text=[prompt], return_tensors="np")
+            return {name: mx.array(array) for name, array in inputs.items()}
         config = self.theirs.config
         token = getattr(config, "image_token_index", None) or config.image_token_id
         prepared: dict[str, Any] = prepare_inputs(
@@ -165,6 +171,16 @@ class Pair:
         spans = tuple(images.spans(tokens))
         limits = {"max_tokens": count, "ignore_eos": True, **settings}
         return Request(prompt=tuple(tokens), spans=spans, **limits)
+
+
+def _processor(folder: Path, model_type: str) -> Any:
+    """Return the processor of mlx-vlm, or of transformers where that of mlx-vlm raises."""
+    if model_type != "llava":
+        return mlx_vlm.utils.load_processor(folder, add_detokenizer=False, trust_remote_code=False)
+    parts = (kind.from_pretrained(folder) for kind in (AutoImageProcessor, AutoTokenizer))
+    settings = json.loads((folder / "processor_config.json").read_text())
+    del settings["processor_class"], settings["image_token"]
+    return LlavaProcessor(*parts, **settings)
 
 
 SIZES = ((84, 56), (56, 56), (140, 56), (112, 84), (200, 160))

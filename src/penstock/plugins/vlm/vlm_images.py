@@ -36,6 +36,7 @@ FAMILIES = {
     "idefics3": "<image>",
     "internvl_chat": "<image>",
     "kimi_vl": "<|media_start|>image<|media_content|><|media_pad|><|media_end|>",
+    "llava": "<image>",
     "mistral3": "[IMG]",
     "pixtral": "[IMG]",
     "qwen2_vl": QWEN,
@@ -190,7 +191,10 @@ class VlmImages:
         activations = ACTIVATION_COPIES * 4 * patches * self._widest
         decoded = PIXEL_BYTES * source.image.width * source.image.height
         pixels = PIXEL_COPIES * (decoded + 4 * prod(shape))
-        return kept, kept + scores + activations + pixels + self._table_bytes
+        states = 0
+        if hasattr(self._config, "vision_feature_layer"):  # the tower returns those of all layers
+            states = 4 * patches * vision.hidden_size * (vision.num_hidden_layers + 2)
+        return kept, kept + scores + activations + states + pixels + self._table_bytes
 
     def embed(self, span: InputSpan) -> SpanEmbeddings:
         source: ImageSource = span.source

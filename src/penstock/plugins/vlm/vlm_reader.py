@@ -82,6 +82,8 @@ class TextModel(nn.Module):
 
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+MIXES_ARGUMENTS = ("LlavaProcessor",)
+"""Processors of mlx-vlm that pass arguments for texts to image processors, which refuse them."""
 UNSAFE = ("phi3small",)
 """Model types whose classes write outside their arrays; mlx-lm supports them."""
 
@@ -140,7 +142,9 @@ def _processor(folder: Path) -> Any:
     if not any((folder / name).is_file() for name in PROCESSORS):
         return None
     try:
-        return mlx_vlm.utils.load_processor(folder, add_detokenizer=False, trust_remote_code=False)
+        loaded = mlx_vlm.utils.load_processor(
+            folder, add_detokenizer=False, trust_remote_code=False
+        )
     # A boundary, as in `models.mlx_lm.load_folder`.
     except Exception as error:  # noqa: BLE001
         logger.warning(
@@ -149,3 +153,18 @@ def _processor(folder: Path) -> Any:
             first_line(error),
         )
         return None
+    if type(loaded).__name__ in MIXES_ARGUMENTS:
+        _take_image_arguments(loaded.image_processor)
+    return loaded
+
+
+def _take_image_arguments(image_processor: Any) -> None:
+    """Let an image processor ignore arguments that are for texts, as `padding`."""
+    kind: Any = type(image_processor)
+    known = frozenset(kind.valid_kwargs.__annotations__)
+
+    def call(self: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
+        taken = {name: value for name, value in kwargs.items() if name in known}
+        return kind.__call__(self, images, *args, **taken)
+
+    image_processor.__class__ = type(kind.__name__, (kind,), {"__call__": call})
