@@ -29,6 +29,8 @@ from penstock.ledger import Kind
 from penstock.models.loading import load
 from penstock.recall import MODEL_PATH
 
+MEASURED_TOKENS = 10
+"""Length up to which an answer may end before enough steps without proposals were measured."""
 SMALL: dict[str, Any] = {
     "memory_limit": "80MB",
     "block_size": 16,
@@ -136,7 +138,8 @@ def test_head_does_not_change_answers(family: str, seed: int) -> None:
             assert_same(model, requests, answers(core, requests), expected)
         stats = core.view.stats()
         assert stats.failed_proposals == 0
-        assert stats.drafted_tokens > 0
+        if max(request.max_tokens for request in requests) > MEASURED_TOKENS:
+            assert stats.drafted_tokens > 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
