@@ -39,7 +39,9 @@ def test_formula_names_source_distribution(tmp_path: Path) -> None:
     source = tmp_path / "penstock_mlx-1.2.3.tar.gz"
     source.write_bytes(b"source")
     text = RELEASE["formula"](source, RELEASE["FORMULA"].read_text())
-    assert "/penstock_mlx-1.2.3.tar.gz" in text
+    digest = hashlib.blake2b(b"source", digest_size=32).hexdigest()
+    folder = f"{digest[:2]}/{digest[2:4]}/{digest[4:]}"
+    assert f"/packages/{folder}/penstock_mlx-1.2.3.tar.gz" in text
     assert f'sha256 "{hashlib.sha256(b"source").hexdigest()}"' in text
     assert text.count("penstock_mlx-") == 1
 

@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 FORMULA = ROOT / "packaging" / "homebrew" / "penstock.rb"
 VERSION = re.compile(r'^__version__ = "(.*)"$', re.MULTILINE)
+FILES = "https://files.pythonhosted.org/packages"
 SOURCES = ("src/penstock/__init__.py", "benchmarks/src/penstock_bench/__init__.py")
 
 
@@ -43,10 +44,16 @@ def notes(tag: str, changelog: str | None = None) -> str:
 
 
 def formula(source: Path, text: str) -> str:
-    """Return the text of a formula with name and checksum of a source distribution."""
-    checksum = hashlib.sha256(source.read_bytes()).hexdigest()
-    text = re.sub(r"penstock_mlx-[\w.]+?\.tar\.gz", source.name, text)
-    return re.sub(r'sha256 "\w{64}"', f'sha256 "{checksum}"', text)
+    """Return the text of a formula with address and checksum of a source distribution.
+
+    The package index keeps a file under the BLAKE2b digest of its bytes, so its address is known
+    before it is uploaded.
+    """
+    data = source.read_bytes()
+    digest = hashlib.blake2b(data, digest_size=32).hexdigest()
+    address = f"{FILES}/{digest[:2]}/{digest[2:4]}/{digest[4:]}/{source.name}"
+    text = re.sub(r'url ".*"', f'url "{address}"', text)
+    return re.sub(r'sha256 "\w{64}"', f'sha256 "{hashlib.sha256(data).hexdigest()}"', text)
 
 
 def main(words: list[str]) -> int:

@@ -3,7 +3,7 @@
 class Penstock < Formula
   desc "LLM serving on MLX inside a fixed amount of memory"
   homepage "https://pypi.org/project/penstock-mlx/"
-  url "https://files.pythonhosted.org/packages/source/p/penstock-mlx/penstock_mlx-0.2.0.tar.gz"
+  url "https://files.pythonhosted.org/packages/00/00/000000000000000000000000000000000000000000000000000000000000/penstock_mlx-0.2.0.tar.gz"
   sha256 "0000000000000000000000000000000000000000000000000000000000000000"
   license "MIT"
 
@@ -12,18 +12,19 @@ class Penstock < Formula
   depends_on "python@3.13"
 
   def install
-    system Formula["python@3.13"].opt_bin/"python3.13", "-m", "venv", libexec
+    system formula_opt_bin("python@3.13")/"python3.13", "-m", "venv", libexec
     system libexec/"bin/pip", "install", "--prefer-binary", buildpath
     bin.install_symlink libexec/"bin/penstock"
   end
 
   service do
     run [opt_bin/"penstock", "serve"]
-    keep_alive crashed: true
+    keep_alive successful_exit: false
     log_path var/"log/penstock.log"
     error_log_path var/"log/penstock.log"
     environment_variables PATH: std_service_path_env
     process_type :interactive
+    stop_timeout 90
   end
 
   test do

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import plistlib
 import re
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import yaml
 from typer.main import get_command
 
 from penstock.cli.commands import app
+from penstock.cli.service_units import launchd_agent
 from penstock.config import ServerSettings
 
 PACKAGING = Path(__file__).parents[2] / "packaging"
@@ -81,7 +83,16 @@ def test_homebrew_formula_follows_cookbook() -> None:
     (described,) = re.findall(r'desc "(.*)"', text)
     assert len(described) < 80 and not described.startswith(("A ", "An ", "The "))
     assert not described.endswith(".")
-    assert "keep_alive crashed: true" in text
+
+
+def test_homebrew_service_restarts_and_stops_as_penstock_service_does() -> None:
+    """launchd counts a signal alone as a crash: a server whose engine died exits with 1."""
+    agent = plistlib.loads(launchd_agent(["penstock", "serve"], Path("log")))
+    text = FORMULA.read_text()
+    assert agent["KeepAlive"] == {"SuccessfulExit": False}
+    assert "\n    keep_alive successful_exit: false\n" in text
+    assert f"\n    stop_timeout {agent['ExitTimeOut']}\n" in text
+    assert agent["ExitTimeOut"] > ServerSettings().drain_timeout_seconds
 
 
 @pytest.mark.skipif(shutil.which("ruby") is None, reason="no ruby here")
