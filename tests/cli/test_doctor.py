@@ -6,8 +6,12 @@ Then what it makes of models.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ from small_models import BASE, build
 
 from penstock.attention import devices
 from penstock.attention.mlx_backend import GPUBackend
-from penstock.blas import Blas
+from penstock.blas import Blas, has_back_end
 from penstock.cli import doctor, main
 from penstock.cli.choice_trial import ChoiceTiming
 from penstock.cli.doctor import MachineReport, _add_fit, find_misfits, find_problems
@@ -70,7 +74,28 @@ def test_two_mlx_backends_are_reported() -> None:
 def test_missing_mlx_backend_is_reported() -> None:
     machine = replace(HEALTHY, back_end="none", device="MLX cannot be imported: x", gflops={})
     (problem,) = find_problems(machine)
-    assert "pip install 'mlx[cuda13]', or pip install 'mlx[cpu]'" in problem.remedy
+    assert "pip install '.[cpu]', or '.[cuda]' with an NVIDIA GPU" in problem.remedy
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="MLX's wheel has its back end")
+def test_command_without_mlx_backend_names_extras(tmp_path: Path) -> None:
+    """As after an install without an extra: one line, and none about BLAS."""
+    spec = find_spec("mlx.core")
+    assert spec is not None and spec.origin is not None and has_back_end()
+    shutil.copytree(
+        Path(spec.origin).parent, tmp_path / "mlx", ignore=shutil.ignore_patterns("lib", "include")
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "generate", "hello"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path), "PENSTOCK_BLAS": "no-such-library.so"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "penstock: MLX has no back end; install a back end: in a checkout"
+    )
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(("available", "problems"), [(999_999_999, 1), (1_000_000_000, 0)])

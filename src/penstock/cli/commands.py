@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from typer.main import get_command
 
 from penstock import __version__
+from penstock.blas import INSTALL_BACK_END, has_back_end
 from penstock.cli import (
     background_service,
     cache,
@@ -115,6 +116,8 @@ def main(words: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except ImportError as error:
+        if not has_back_end():
+            return _fail(f"MLX has no back end; {INSTALL_BACK_END}")
         return _fail(f"a needed package is missing or broken ({error}); run penstock doctor")
     return code if isinstance(code, int) else 0
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from penstock import __version__
 from penstock.blas import (
     CUDA_PACKAGES,
+    INSTALL_BACK_END,
     INSTALL_COMMAND,
     VARIABLE,
     Blas,
@@ -135,9 +136,7 @@ def find_problems(machine: MachineReport) -> list[DoctorProblem]:
     versions = machine.versions
     cuda = [name for name in CUDA_PACKAGES if name in versions]
     if machine.back_end == "none":
-        cpu = f"pip install 'mlx[cpu]', and {INSTALL_COMMAND}"
-        remedy = f"install one back end: pip install 'mlx[cuda13]', or {cpu}"
-        problems.append(DoctorProblem(machine.device, remedy))
+        problems.append(DoctorProblem(machine.device, INSTALL_BACK_END))
     if "mlx-cpu" in versions and cuda:
         both = f"mlx-cpu and {cuda[0]} are both installed and overwrite each other's libmlx.so"
         remedy = f"pip uninstall mlx-cpu {cuda[0]}, then install one of them again"

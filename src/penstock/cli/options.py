@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from penstock import config
-from penstock.blas import Blas
+from penstock.blas import Blas, has_back_end
 from penstock.cli.settings_options import Fields, option_of, size_text
 from penstock.errors import SettingError
 from penstock.plurals import counted
@@ -308,7 +308,7 @@ def local_limits(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def warn_of_slow_blas(blas: Blas) -> None:
-    if blas.advice is not None:
+    if blas.advice is not None and has_back_end():
         print(f"penstock: {blas.advice}", file=sys.stderr)
 
 
