@@ -51,6 +51,7 @@ def test_page_shows_chat_memory_tree_and_explanation(
     with opened(browser, server.url) as page:
         expect(page.locator("#state")).to_have_text("live")
         expect(page.locator("#model")).to_have_text("recall")
+        expect(page.locator("#welcome")).to_contain_text("recalls facts that it is told")
         expect(page.locator("#tree-empty")).to_be_visible()
         expect(page.locator("#chart canvas")).to_be_visible()
         used = page.locator("#used").inner_text()

@@ -69,6 +69,15 @@ def test_conversations_are_saved_listed_and_deleted(
         assert page.evaluate("localStorage.getItem('penstock-conversations')") == "[]"
 
 
+def test_long_title_of_conversation_ends_with_ellipsis(
+    browser: Any, recall_server: Running
+) -> None:
+    with opened(browser, recall_server.url) as page:
+        say(page, f"{FACT} {QUESTION}")
+        page.get_by_role("button", name="Kept").click()
+        expect(rows(page).locator(".link").first).to_have_text(f"{FACT} {QUESTION}"[:59] + "…")
+
+
 def test_conversation_is_not_saved_if_option_is_off(browser: Any, recall_server: Running) -> None:
     with opened(browser, recall_server.url) as page:
         page.get_by_role("button", name="Kept").click()

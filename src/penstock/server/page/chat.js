@@ -10,6 +10,7 @@ import { parted, Pictures } from "./pictures.js";
 /** Tokens of a text that goes on without a template, where no length is asked for: it has no end. */
 const CONTINUED_TOKENS = 256;
 const SAY = "Say something. The figures of this page show the cost of each answer.";
+const RECALLS = "This small model recalls facts that it is told, and little else: penstock models lists others.";
 const CONTINUE = "This model has no chat template: it continues the text that you begin.";
 const HINT_SECONDS = 0.35;
 /** Tokens from which an answer shows its speed: a shorter one comes in one piece. */
@@ -120,7 +121,7 @@ export class Chat {
   /** Say what can be written; a model without a chat template continues it. */
   offer() {
     const welcome = byId("welcome") ?? this.welcome;
-    setText(welcome.querySelector("p"), this.chats ? SAY : CONTINUE);
+    setText(welcome.querySelector("p"), !this.chats ? CONTINUE : this.starters === RECALL ? RECALLS : SAY);
     this.draft.placeholder = this.chats ? "Message the model" : "Begin a text";
   }
 

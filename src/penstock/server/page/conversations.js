@@ -47,7 +47,8 @@ export class Conversations {
   keep(conversation) {
     if (!this.keeps) return;
     const { urls, text } = parted(conversation.messages[0].content);
-    const title = text.slice(0, TITLE_CHARACTERS) || many(urls.length, "image");
+    const start = text.length > TITLE_CHARACTERS ? `${text.slice(0, TITLE_CHARACTERS - 1)}…` : text;
+    const title = start || many(urls.length, "image");
     const others = this.all().filter(({ id }) => id !== conversation.id);
     const kept = [{ ...conversation, title, at: Date.now() }, ...others].slice(0, MOST);
     let json = JSON.stringify(kept);
