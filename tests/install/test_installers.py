@@ -159,6 +159,16 @@ def test_installed_command_generates_text(
     assert len(modules) < STARTUP_MODULES
 
 
+@WHOLE
+def test_uvx_runs_benches_from_their_package(
+    tools: Path, index: LocalIndex, tmp_path: Path
+) -> None:
+    uvx = (tools / "uv", "tool", "run", "--quiet", "--python", interpreter(HERE))
+    source = ("--index", index.url, "--from", BENCHES, "--with", f"{OURS}{EXTRA}")
+    shown = run(*uvx, *source, "penstock", "bench", "mac", "--help", UV_TOOL_DIR=tmp_path)
+    assert "Record a GPU in one file" in shown
+
+
 def modules_at_first_answer(command: Path, home: Path) -> set[str]:
     """Return the modules of a server after its first answer."""
     report = home / "imports"
