@@ -30,6 +30,7 @@ class StandInHub:
 
     def __init__(self) -> None:
         self.files = {file.name: file.read_bytes() for file in MODEL_PATH.iterdir()}
+        self.requests = 0
         self.gets: Counter[str] = Counter()
         self.broken: str | None = None
         """File whose first half alone is sent."""
@@ -57,6 +58,7 @@ def hub(tmp_path: Path) -> Iterator[tuple[StandInHub, dict[str, str]]]:
             self.answer(body=True)
 
         def answer(self, *, body: bool) -> None:
+            state.requests += 1
             if self.path.startswith(f"/api/models/{SOURCE}"):
                 tree = [
                     {"type": "file", "path": name, "size": len(raw), "oid": name}
@@ -145,6 +147,18 @@ def test_pulled_model_is_usable_offline(hub: tuple[StandInHub, dict[str, str]]) 
     table = run("models", **environment).stdout
     (row,) = [line for line in table.splitlines() if line.startswith(NAME)]
     assert row.split()[1:6] == ["yes", "4", "GB", "0.6", "GB"]
+
+
+@pytest.mark.parametrize(
+    "command", [("generate", "Hello", "--model", NAME), ("serve", NAME), ("doctor", NAME)]
+)
+def test_offline_mode_asks_hub_for_no_model(
+    command: tuple[str, ...], hub: tuple[StandInHub, dict[str, str]]
+) -> None:
+    state, environment = hub
+    line = refusal(run("--offline", *command, **environment))
+    assert "run once without --offline: penstock pull" in line
+    assert state.requests == 0
 
 
 def test_failed_pull_keeps_completed_files(hub: tuple[StandInHub, dict[str, str]]) -> None:

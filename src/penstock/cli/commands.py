@@ -97,6 +97,7 @@ def root(
 
     The environment variable shown next to a flag sets its default.
     """
+    named.forbid_downloads()  # before any command imports the hub's client
 
 
 def main(words: list[str]) -> int:

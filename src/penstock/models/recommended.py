@@ -7,7 +7,6 @@ list.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,7 +123,7 @@ def pull(name: str) -> Path:
             f"there is no model {name}; penstock models lists names, and a hub name has the form "
             f"owner/model"
         )
-    if os.environ.get(named.OFFLINE):
+    if named.is_offline():
         if (folder := downloaded(source)) is not None:
             return folder
         raise ModelError(
