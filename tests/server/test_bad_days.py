@@ -492,7 +492,7 @@ def test_explanation_error_does_not_fail_answer(
         assert refused.status_code == 500
         assert {post(running, path).status_code for path in PATHS} == {200}
     assert re.search(r"request \S+ failed: ValueError", caplog.text)
-    assert "explaining a prompt failed: ValueError" in caplog.text
+    assert "could not explain the cache hits of a prompt: ValueError" in caplog.text
     assert "quoted" not in refused.text + caplog.text
 
 

@@ -263,7 +263,7 @@ class Request(_RequestSettings):
             raise ValueError("embeds needs a placeholder after the prompt, and no prompt_logprobs")
         if self.logprobs_from >= len(self.prompt):
             raise ValueError(
-                f"logprobs_from {self.logprobs_from} is after the prompt's {len(self.prompt)} "
+                f"logprobs_from {self.logprobs_from} is beyond the prompt's {len(self.prompt)} "
                 "tokens"
             )
         return self

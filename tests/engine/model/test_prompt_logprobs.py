@@ -307,7 +307,7 @@ def test_candidate_logprobs_ignore_cached_top_logprobs() -> None:
 
 
 def test_logprobs_start_beyond_prompt_is_refused() -> None:
-    with pytest.raises(SettingError, match="logprobs_from 3 is behind the prompt's 3 tokens"):
+    with pytest.raises(SettingError, match="logprobs_from 3 is beyond the prompt's 3 tokens"):
         Request(prompt=(1, 2, 3), prompt_logprobs=0, logprobs_from=3)
     with pytest.raises(SettingError, match="need prompt_logprobs"):
         Request(prompt=(1, 2, 3), candidates=(1,))
