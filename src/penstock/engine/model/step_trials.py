@@ -41,7 +41,7 @@ MOST_SECONDS = 5.0
 """Maximum seconds of all measured steps, excluding the first short ones. The bytes of slower
 steps are extrapolated proportionally from shorter ones: they grow no faster than the number of
 tokens, except for the scores."""
-LEAST_SECONDS = 0.2
+LEAST_SECONDS = 0.1
 """Minimum of this limit, for small models: penstock itself takes two seconds to start."""
 SECOND_WEIGHT_BYTES = 5_000_000_000
 """Weight bytes per second of this limit: loading them takes ten seconds, measuring a tenth."""
