@@ -49,6 +49,8 @@ FAMILIES = {
 }
 """Text that marks an image before its size is known, by model type. In these models, image tokens
 have causal attention, so that a prefill chunk may end within an image."""
+RETURNS_STATES = ("llava",)
+"""Model types whose tower returns the states of all its layers."""
 SEES_AHEAD = "use_bidirectional_attention"
 """Config key whose value `vision` means bidirectional attention within an image."""
 LANGUAGE_MODEL = "language_model"
@@ -192,7 +194,7 @@ class VlmImages:
         decoded = PIXEL_BYTES * source.image.width * source.image.height
         pixels = PIXEL_COPIES * (decoded + 4 * prod(shape))
         states = 0
-        if hasattr(self._config, "vision_feature_layer"):  # the tower returns those of all layers
+        if self._config.model_type in RETURNS_STATES:
             states = 4 * patches * vision.hidden_size * (vision.num_hidden_layers + 2)
         return kept, kept + scores + activations + states + pixels + self._table_bytes
 
