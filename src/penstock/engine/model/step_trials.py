@@ -173,7 +173,7 @@ class StepTrials:
             with self._reserve(beside + expected):
                 step = self._ran(run, following, beside, step)
         if step.size < size:
-            logger.info(
+            logger.debug(
                 "extrapolating the memory of a step from %d to %d tokens or rows", step.size, size
             )
         taken, seconds, rounds, ran = step.nbytes, step.seconds, 1, step.seconds
