@@ -63,11 +63,7 @@ class Bert:
 
     def __init__(self, spec: EncoderSpec, weights: Mapping[str, mx.array]) -> None:
         self.spec = spec
-        in_place = devices.current().facts.on_heap  # a CPU
-        self._activate = ACTIVATIONS[spec.activation]
-        if in_place and spec.activation == "gelu":
-            self._activate = numpy_steps.gelu
-        self._mix = numpy_steps.mix if in_place else mix
+        self._activate, self._mix = activation_and_mix(spec.activation)
         named = NamedWeights(weights, spec, MARKER, PREFIXES)
         width = spec.width
         self._words = named.array("embeddings.word_embeddings.weight", spec.vocabulary_size, width)
@@ -228,3 +224,10 @@ def _head(named: NamedWeights, spec: EncoderSpec) -> tuple[LinearLayer, LinearLa
         return dense, named.linear("classifier.out_proj", labels, width, whole=True)
     dense = named.linear("pooler.dense", width, width)
     return dense, named.linear("classifier", labels, width, whole=True)
+
+
+def activation_and_mix(name: str) -> tuple[Callable[[mx.array], mx.array], Callable[..., mx.array]]:
+    """Return the activation of a name and `mix`, in NumPy where arrays are on the heap."""
+    if not devices.current().facts.on_heap:
+        return ACTIVATIONS[name], mix
+    return numpy_steps.gelu if name == "gelu" else ACTIVATIONS[name], numpy_steps.mix

@@ -14,9 +14,14 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from penstock.attention import devices
-from penstock.encoders import numpy_steps
-from penstock.encoders.bert import ACTIVATIONS, EncoderRow, groups_of, mix, pooled_states, unit
+from penstock.encoders.bert import (
+    ACTIVATIONS,
+    EncoderRow,
+    activation_and_mix,
+    groups_of,
+    pooled_states,
+    unit,
+)
 from penstock.encoders.encoder_spec import MODERN_QUERIES as QUERIES
 from penstock.encoders.encoder_spec import EncoderSpec
 from penstock.encoders.named_weights import LayerNorm, LinearLayer, NamedWeights, arrays_of
@@ -59,11 +64,7 @@ class ModernBert:
 
     def __init__(self, spec: EncoderSpec, weights: Mapping[str, mx.array]) -> None:
         self.spec = spec
-        in_place = devices.current().facts.on_heap  # a CPU
-        self._activate = ACTIVATIONS[spec.activation]
-        if in_place and spec.activation == "gelu":
-            self._activate = numpy_steps.gelu
-        self._mix = numpy_steps.mix if in_place else mix
+        self._activate, self._mix = activation_and_mix(spec.activation)
         named = NamedWeights(weights, spec, MARKER, PREFIXES)
         self._words = named.array(MARKER, spec.vocabulary_size, spec.width)
         self._norm = named.norm("embeddings.norm", bias=spec.norm_bias)
