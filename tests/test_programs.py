@@ -275,6 +275,7 @@ UNSTARTED = {
     "comply.py": "a part of run_clients.py",
     "worker.py": "run_peers.py starts it",
     "recall_files.py": "a part of eval_recall.py and train_recall.py",
+    "train_recall.py": "trains the embedded model, for hours and with torch; its README says when",
 }
 """Programs that no target, workflow or test starts by their file names, with the reason."""
 
