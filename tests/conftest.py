@@ -11,6 +11,7 @@ import penstock  # noqa: F401 - the import is what loads it
 import mlx.core as mx  # isort: skip
 import httpx
 import pytest
+from crashed_workers import pytest_xdist_make_scheduler  # noqa: F401 - a hook
 from hypothesis import HealthCheck, settings
 from patience import SOON, patient, reads_all, whole_chunks  # noqa: F401 - fixtures
 from process_state import own_state

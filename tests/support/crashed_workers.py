@@ -1,0 +1,43 @@
+"""A run goes on after a worker process of pytest-xdist crashed.
+
+pytest-xdist 3.8 deals out all files of a crashed worker again, finished ones included. A new worker
+that gets a finished file waits for ever: it reports no test, so nothing more is dealt to it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from xdist.workermanage import WorkerController
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
+    """Return the scheduler of `--dist loadfile`; pytest-xdist makes all others."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler.loadfile import LoadFileScheduling
+
+    class UnfinishedFileScheduling(LoadFileScheduling):
+        """Deals out what a crashed worker left, without the test that crashed."""
+
+        def remove_node(self, node: WorkerController) -> str | None:
+            """Remove a worker; return the test that it was running, or None."""
+            files = self.assigned_work.pop(node)
+            left = [name for tests in files.values() for name, done in tests.items() if not done]
+            if not left:
+                return None
+            for tests in files.values():
+                if left[0] in tests:
+                    tests[left[0]] = True
+            for path, tests in files.items():
+                if not all(tests.values()):
+                    self.workqueue[path] = tests
+            for other in self.assigned_work:
+                self._reschedule(other)
+            return left[0]
+
+    return UnfinishedFileScheduling(config, log)
