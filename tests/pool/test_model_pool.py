@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +39,60 @@ def pooled(models: TinyModels, fit: float = TWO, **settings: Any) -> Iterator[Mo
     assert pool.ledger.used_bytes == 0
     gc.collect()
     assert mx.get_active_memory() <= before + 1_000
+
+
+BROKEN = """
+import sys
+
+import penstock
+import mlx.core as mx
+from penstock.errors import ModelError
+from penstock.pool import model_pool
+from penstock.pool.open_model import PoolMember
+
+if "unclaimed" in sys.argv:
+    model_pool.claim_main_thread = lambda: None
+
+
+def load(limit):
+    for more in range(30):
+        try:
+            numbers = mx.linalg.inv(mx.zeros((4, 4)))  # fails in a thread of MLX
+            for _ in range(more):
+                numbers = numbers + 1
+            mx.eval(numbers)
+        except RuntimeError:
+            pass
+    raise ModelError("broken")
+
+
+broken = PoolMember(name="broken", load=load, expected_bytes=lambda limit: 1000)
+with model_pool.ModelPool([broken], 10**9) as pool:
+    for _ in range(60):
+        error = pool.enter("broken").exception()
+        assert str(error) == "broken", error
+print("refused")
+"""
+"""Program that loads a model whose file is damaged again and again."""
+
+
+def load_broken(*arguments: str, seconds: float) -> str:
+    ran = subprocess.run(
+        [sys.executable, "-c", BROKEN, *arguments], stdout=subprocess.PIPE, timeout=seconds
+    )
+    assert ran.returncode == 0
+    return ran.stdout.decode()
+
+
+def test_damaged_model_is_refused_each_time() -> None:
+    """MLX's count of running tasks stays right; see benchmarks/notes/structure.md."""
+    assert load_broken(seconds=SOON) == "refused\n"
+
+
+def test_check_detects_load_in_mlx_main_thread() -> None:
+    """Negative control."""
+    with pytest.raises(subprocess.TimeoutExpired):
+        load_broken("unclaimed", seconds=15)
 
 
 def standings(pool: ModelPool) -> dict[str, str]:

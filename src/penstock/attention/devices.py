@@ -61,6 +61,15 @@ def default_stream() -> mx.Stream:
     return mx.default_stream(mx.default_device())
 
 
+def claim_main_thread() -> None:
+    """Make the calling thread MLX's main thread, unless another one has already used MLX.
+
+    An operation of the main thread that fails, such as reading a damaged file, may leave MLX
+    waiting for tasks that do not exist. Operations of other threads do not.
+    """
+    mx.synchronize(mx.default_stream(mx.cpu))
+
+
 def device_name() -> str:
     return str(mx.device_info()["device_name"])
 

@@ -23,6 +23,7 @@ from typing import TypeAlias
 
 import mlx.core as mx
 
+from penstock.attention.devices import claim_main_thread
 from penstock.engine.turns import Turns
 from penstock.engine.view import Holdings
 from penstock.errors import EngineStopped, LedgerFull, ModelError, NeverFits, PenstockError
@@ -117,6 +118,7 @@ class ModelPool:
         stuck: Callable[[LoadedMember], object] = lambda model: None,
     ) -> None:
         keep_freed_memory()  # before there are threads: one that has an arena keeps it
+        claim_main_thread()  # else it would be the thread that loads models
         self.ledger = Ledger(limit_bytes)
         self.turns = Turns()
         self._aside = self.ledger.reserve(Kind.PROMPTS, aside_bytes)

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm import sample_utils
+from other_thread import in_other_thread
 
 from penstock.engine.model import sampling as module
 from penstock.engine.model.sampling import (
@@ -494,6 +495,7 @@ def failing(folder: Path, *shape: int) -> mx.array:
     return array
 
 
+@in_other_thread
 def test_lazy_error_fails_only_its_own_row(tmp_path: Path) -> None:
     logits = random_logits(8, 200)
     sound = sample_all(logits, company(), [[]] * 8)
@@ -508,6 +510,7 @@ def test_lazy_error_fails_only_its_own_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["greedy", "mixed"])
+@in_other_thread
 def test_logits_that_cannot_be_evaluated_fail_step(tmp_path: Path, mixed: bool) -> None:
     samplers = company() if mixed else [sampler() for _ in range(8)]
     with pytest.raises(RuntimeError, match="Unable to read"):
