@@ -438,6 +438,7 @@ def scored(core: Core, *prompts: list[int]) -> list[list[tuple[Any, ...]]]:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3_text", "granite", "phi3"])
 @pytest.mark.parametrize("dtype", ["packed", "packed-exact"])
+@pytest.mark.usefixtures("reads_all")
 def test_logits_are_invariant_to_batch_chunk_and_cache(
     name: str, dtype: Any, tmp_path: Path
 ) -> None:

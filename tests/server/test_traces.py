@@ -81,6 +81,7 @@ def test_request_has_spans_of_its_phases(exporter: Any) -> None:
     assert phases[-1].end_time <= request.end_time + 50_000_000  # two clocks
 
 
+@pytest.mark.usefixtures("reads_all")
 def test_restore_from_disk_has_a_span(exporter: Any, tmp_path: Path) -> None:
     with serving(engine={"ssd_cache_dir": tmp_path}) as before:
         complete(before).raise_for_status()

@@ -266,6 +266,7 @@ def test_head_under_memory_pressure_does_not_change_answers(beside: int) -> None
             assert core.ledger.used_bytes <= core.ledger.limit_bytes
 
 
+@pytest.mark.usefixtures("reads_all")
 def test_head_resumes_from_disk(tmp_path: Path) -> None:
     request = Request(prompt=tuple(range(1, 70)), max_tokens=20, ignore_eos=True)
     texts = []
