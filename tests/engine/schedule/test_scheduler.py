@@ -1236,7 +1236,7 @@ BROKEN = [
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_state_machine_detects_broken_schedulers(broken: type[Scheduler[Item]]) -> None:
-    many = settings(QUICK, max_examples=600, phases=[Phase.generate], print_blob=False)
+    many = settings(QUICK, max_examples=3_000, phases=[Phase.generate], print_blob=False)
     with pytest.raises(BaseException) as caught:
         run_state_machine_as_test(partial(Machine, broken), settings=many)
     assert only_failures(caught.value), caught.value
