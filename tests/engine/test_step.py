@@ -84,7 +84,7 @@ def test_core_has_few_lines_and_step_three_calls() -> None:
     (step,) = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "step")
     (attempt,) = (node for node in step.body if isinstance(node, ast.Try))
     assert [ast.unparse(line) for line in attempt.body] == [
-        "plan = self.planner.schedule(self.clock())",
+        "plan = self.planner.schedule(self.clock(), shared=shared)",
         "output = self.executor.run(plan, meanwhile=self.postprocessor.send)",
         "return self.postprocessor.postprocess(plan, output, send_later=send_later)",
     ]
@@ -107,6 +107,8 @@ def test_prompts_are_prefilled_block_by_block_during_decodes() -> None:
         third = submit(core, tuple(range(200, 350)))
         core.step()
         assert core.planner.schedule(core.clock()).prefill[0].tokens == 64, "alone"
+        shared = core.planner.schedule(core.clock(), shared=True)
+        assert shared.prefill[0].tokens <= most, "other models wait"
         while core.step():
             pass
         for number, handle in enumerate((first, second, third)):

@@ -391,7 +391,7 @@ def test_dead_engine_thread_does_not_hang_callers() -> None:
         running = [ask(engine, max_tokens=Request.ENDLESS, seed=i) for i in range(2)]
         next(iter(running[0]))
 
-        def dies(*, send_later: bool) -> bool:
+        def dies(**how: bool) -> bool:
             raise Dies
 
         def wait(handle: Handle) -> Any:
@@ -420,7 +420,7 @@ def test_running_requests_fail_when_engine_thread_dies() -> None:
         handle = ask(engine, max_tokens=Request.ENDLESS)
         next(iter(handle))
 
-        def dies(*, send_later: bool) -> bool:
+        def dies(**how: bool) -> bool:
             raise Dies
 
         engine._core.step = dies  # type: ignore[method-assign]
@@ -446,10 +446,10 @@ def stall(engine: Engine) -> threading.Event:
     """Block the engine's thread in a step until the event is set."""
     step, stands, go_on = engine._core.step, threading.Event(), threading.Event()
 
-    def slow(*, send_later: bool) -> bool:
+    def slow(**how: bool) -> bool:
         stands.set()
         go_on.wait(SOON)
-        return step(send_later=send_later)
+        return step(**how)
 
     engine._core.step = slow  # type: ignore[method-assign]
     assert stands.wait(SOON)

@@ -506,7 +506,7 @@ class Dies(BaseException):
 def kill(running: Running) -> None:
     """End the engine's thread as an internal error would."""
 
-    def dies(*, send_later: bool) -> bool:
+    def dies(**how: bool) -> bool:
         raise Dies
 
     running.service.engine._later(lambda core: setattr(core, "step", dies)).result(SOON)

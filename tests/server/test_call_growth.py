@@ -51,10 +51,10 @@ def slow_down(core: Core) -> None:
     """Delay each step, so that the server joins the text of several steps."""
     step = core.step
 
-    def later(*, send_later: bool) -> bool:
+    def later(**how: bool) -> bool:
         if not core.view.idle:
             time.sleep(0.05)
-        return step(send_later=send_later)
+        return step(**how)
 
     core.step = later  # type: ignore[method-assign]
 

@@ -120,18 +120,19 @@ class Core(EngineParts):
 
     # ---- the step
 
-    def step(self, *, send_later: bool = False) -> bool:
+    def step(self, *, send_later: bool = False, shared: bool = False) -> bool:
         """Run one step. Return False if there was nothing to do.
 
         Args:
             send_later: whether tokens other than an answer's first are delivered during the next
                 step, which the caller must then run at once.
+            shared: whether other models wait for the device.
         """
         self._begin()
         if self._closed:  # by rank 0
             return False
         try:
-            plan = self.planner.schedule(self.clock())
+            plan = self.planner.schedule(self.clock(), shared=shared)
             output = self.executor.run(plan, meanwhile=self.postprocessor.send)
             return self.postprocessor.postprocess(plan, output, send_later=send_later)
         finally:

@@ -465,7 +465,8 @@ class Engine:
             self._serve(call)
             self._begun_at = time.monotonic()
             # Even an idle step evicts prefixes when other programs need memory.
-            worked = core.step(send_later=not self._turns.is_contended)
+            shared = self._turns.is_contended
+            worked = core.step(send_later=not shared, shared=shared)
             if self._closing or not worked or self._turns.is_over(self):
                 core.send()
                 return worked

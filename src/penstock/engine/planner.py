@@ -56,8 +56,12 @@ class StepPlanner:
         self.time = time if max_stall_ms else None
         """Time limit of prefill in a step; None means no limit."""
 
-    def schedule(self, now_seconds: float) -> StepPlan[Sequence]:
-        """Time out, preempt, restore and admit sequences; return the plan of the next step."""
+    def schedule(self, now_seconds: float, *, shared: bool = False) -> StepPlan[Sequence]:
+        """Time out, preempt, restore and admit sequences; return the plan of the next step.
+
+        Args:
+            shared: whether other models wait for the device.
+        """
         self._admission.drop_overdue(now_seconds)
         self._pressure.relieve(now_seconds)
         self._admission.grow()
@@ -66,7 +70,8 @@ class StepPlanner:
         self._admission.catch_up()
         self._restoring.begin()
         self._look_ahead()
-        plan = self._scheduler.plan(self.time)
+        time = self.time.shared if shared and self.time is not None else self.time
+        plan = self._scheduler.plan(time)
         if not (plan.decode or plan.prefill or self._features.wait()):
             self._part_waiting()
         return plan
