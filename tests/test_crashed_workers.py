@@ -18,7 +18,7 @@ FILES = 4
 
 
 def run(folder: Path, source: str, *plugins: str, workers: int, seconds: float) -> str:
-    """Run files of one passing test each, and one more that the last worker gets."""
+    """Run files of one passing test each, and then one with another source; return the output."""
     for number in range(FILES):
         (folder / f"test_{number}.py").write_text(PASSES)
     (folder / f"test_{FILES}.py").write_text(source)

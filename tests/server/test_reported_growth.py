@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -99,3 +100,25 @@ def test_unloaded_models_leave_no_bytes(server: Process) -> None:
         )
         assert float(weights.split()[-1]) == 0
         assert ask(server, "two", 5_001).status_code == 200
+
+
+def test_repeated_conversation_is_written_once(tmp_path: Path) -> None:
+    """MTPLX #144: 7 TB were written in a week. The folder's index notes each use of a record."""
+    disk = tmp_path / "disk"
+    flags = ["--memory-limit", str(LIMIT_BYTES), "--ssd-cache-dir", str(disk)]
+
+    def records_after(requests: int) -> set[tuple[str, int]]:
+        """Return names and times of the records once the model that was asked is unloaded."""
+        for _ in range(requests):
+            assert ask(server, "one", 6_000, 400).status_code == 200
+        unload = f"{server.url}/v1/models/one/unload"
+        httpx.post(unload, json={}, timeout=SOON).raise_for_status()
+        return {(file.name, file.stat().st_mtime_ns) for file in disk.rglob("*.safetensors")}
+
+    with serving("--models", str(table(tmp_path)), *flags) as server:
+        written = records_after(1)
+        assert written
+        process = psutil.Process(server.running.pid)
+        before = process.io_counters().write_chars
+        assert records_after(5) == written
+        assert process.io_counters().write_chars - before < 1_000_000

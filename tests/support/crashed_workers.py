@@ -27,17 +27,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | Non
         def remove_node(self, node: WorkerController) -> str | None:
             """Remove a worker; return the test that it was running, or None."""
             files = self.assigned_work.pop(node)
-            left = [name for tests in files.values() for name, done in tests.items() if not done]
+            left = [
+                (path, name) for path in files for name, done in files[path].items() if not done
+            ]
             if not left:
                 return None
-            for tests in files.values():
-                if left[0] in tests:
-                    tests[left[0]] = True
-            for path, tests in files.items():
-                if not all(tests.values()):
-                    self.workqueue[path] = tests
+            path, crashed = left[0]
+            files[path][crashed] = True  # it is reported as failed
+            self.workqueue.update({path: files[path] for path, _ in left[1:]})
             for other in self.assigned_work:
                 self._reschedule(other)
-            return left[0]
+            return crashed
 
     return UnfinishedFileScheduling(config, log)

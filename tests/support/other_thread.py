@@ -1,4 +1,4 @@
-"""Tests whose evaluations fail: outside of the main thread, which they would leave unusable.
+"""Running a test whose evaluations fail outside of the main thread, which it would leave unusable.
 
 See benchmarks/notes/structure.md, "An evaluation that hangs".
 """
@@ -11,6 +11,8 @@ from functools import wraps
 from typing import ParamSpec
 
 import mlx.core as mx
+
+from penstock.attention.devices import claim_main_thread
 
 Arguments = ParamSpec("Arguments")
 
@@ -27,7 +29,7 @@ def in_other_thread(test: Callable[Arguments, None]) -> Callable[Arguments, None
 
     @wraps(test)
     def decorated(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
-        mx.synchronize()  # MLX's main thread is the first that uses it
+        claim_main_thread()
         with ThreadPoolExecutor(1) as threads:
             threads.submit(run, *args, **kwargs).result()
 

@@ -70,8 +70,7 @@ class StepPlanner:
         self._admission.catch_up()
         self._restoring.begin()
         self._look_ahead()
-        time = self.time.shared if shared and self.time is not None else self.time
-        plan = self._scheduler.plan(time)
+        plan = self._scheduler.plan(self.time, shared=shared)
         if not (plan.decode or plan.prefill or self._features.wait()):
             self._part_waiting()
         return plan

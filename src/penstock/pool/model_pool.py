@@ -118,7 +118,7 @@ class ModelPool:
         stuck: Callable[[LoadedMember], object] = lambda model: None,
     ) -> None:
         keep_freed_memory()  # before there are threads: one that has an arena keeps it
-        claim_main_thread()  # else it would be the thread that loads models
+        claim_main_thread()  # before the thread that loads models uses MLX
         self.ledger = Ledger(limit_bytes)
         self.turns = Turns()
         self._aside = self.ledger.reserve(Kind.PROMPTS, aside_bytes)

@@ -388,6 +388,7 @@ def test_prefill_chunk_is_limited_while_others_decode() -> None:
     scheduler = make()
     admitted(scheduler, item(1, left=1_000), item(2))
     assert shares(scheduler.plan(time_for(200))) == {1: 512}, "nobody waits"
+    assert shares(scheduler.plan(time_for(200), shared=True)) == {1: 192}
     act(scheduler, 2, "prefilled")
     assert shares(scheduler.plan(time_for(200))) == {1: 192}
     assert shares(scheduler.plan(time_for(9_999))) == shares(scheduler.plan()) == {1: 512}
@@ -1172,8 +1173,8 @@ class TakesNoTurns(Scheduler[Item]):
 
 
 class ForgetsOneThatRuns(Scheduler[Item]):
-    def plan(self, time: StepTime | None = None) -> StepPlan[Item]:
-        plan = super().plan(time)
+    def plan(self, time: StepTime | None = None, *, shared: bool = False) -> StepPlan[Item]:
+        plan = super().plan(time, shared=shared)
         return StepPlan(plan.decode[:3], plan.prefill)
 
 

@@ -365,7 +365,7 @@ class Scheduler(Generic[T]):
             self._moved(sequence)
         return state
 
-    def plan(self, time: StepTime | None = None) -> StepPlan[T]:
+    def plan(self, time: StepTime | None = None, *, shared: bool = False) -> StepPlan[T]:
         """Return the plan of the next step. Repeated calls agree until a prompt makes progress.
 
         Every running sequence decodes. Of the prefilling sequences with the same next block, only
@@ -377,6 +377,7 @@ class Scheduler(Generic[T]):
             time: time limit for prefill; None means no limit besides `budget_tokens`. If no block
                 fits into the time, the rest of one is prefilled anyway, or a part of it if that
                 would take much longer (`StepTime.part`).
+            shared: whether other models wait for the device, so that no step counts as alone.
         """
         self._note_progress()
         placed = self.placed()
@@ -384,7 +385,7 @@ class Scheduler(Generic[T]):
         if len(decode) == len(placed):  # the most frequent step by far
             return StepPlan(decode, ())
         readers = self._readers(placed)
-        if time is not None and not decode and not self._short_one_waits(readers, time):
+        if time is not None and not (decode or shared or self._short_one_waits(readers, time)):
             time = time.alone
         return StepPlan(decode, self._prefill(readers, time))
 

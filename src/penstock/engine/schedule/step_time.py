@@ -39,7 +39,7 @@ class StepTime:
     whole_blocks: bool = False
     """Whether a block is always prefilled at once, even beyond the limit."""
     alone_seconds: float | None = None
-    """Limit in seconds of all other steps; None means no limit, 0 that no step is alone."""
+    """Limit in seconds of all other steps; None means no limit."""
     others_wait: bool = True
     one_pass: bool = False
     """Whether the chunks of a step are computed in one pass, in the time of one long chunk."""
@@ -52,15 +52,8 @@ class StepTime:
         """The limit for a step in which no other request waits; None means no limit."""
         if self.alone_seconds is None:
             return None
-        if not self.alone_seconds:
-            return self
         seconds = max(self.seconds, self.alone_seconds)
         return replace(self, seconds=seconds, others_wait=False)
-
-    @property
-    def shared(self) -> StepTime:
-        """The limits while other models wait for the device: no step counts as alone."""
-        return replace(self, alone_seconds=0.0)
 
     def tokens(self, start: int, max_tokens: int, beside: Iterable[tuple[int, int]] = ()) -> int:
         """Return the size of the largest chunk from `start` that fits into the remaining time.
