@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,34 +70,62 @@ class BenchEnd:
     """Result of one benchmark."""
 
     command: Command
-    status: int
+    status: int | None
+    """Exit status; None if the time was over before the benchmark's end."""
     records: tuple[str, ...]
     """Paths of the stored records."""
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        return self.status is not None and self.status not in ENDS
 
     def __str__(self) -> str:
-        end = ENDS.get(self.status, f"error (exit status {self.status})")
+        end = "no time was left"
+        if self.status is not None:
+            end = ENDS.get(self.status, f"error (exit status {self.status})")
         lines = (f"{' '.join(self.command)}: {end}", *(self.records or ("no record",)))
         return "\n    ".join(lines)
 
 
-def run_all(commands: Sequence[Command], folder: Path, docs: Path | None = None) -> list[BenchEnd]:
-    """Run benchmarks one after the other, continuing after failures; print the progress."""
+def run_all(
+    commands: Sequence[Command],
+    folder: Path,
+    docs: Path | None = None,
+    seconds: float | None = None,
+) -> list[BenchEnd]:
+    """Run benchmarks one after the other, continuing after failures; print the progress.
+
+    After `seconds` the current benchmark is stopped, and those after it are not started.
+    """
     ends = []
+    deadline = None if seconds is None else time.monotonic() + seconds
     for number, command in enumerate(commands, 1):
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            ends.append(BenchEnd(command, None, ()))
+            continue
         print(f"[{number} of {len(commands)}] penstock {' '.join(command)}", flush=True)
-        ends.append(_run(command, folder, docs))
+        ends.append(_run(command, folder, docs, left))
         print(flush=True)
     return ends
 
 
-def _run(command: Command, folder: Path, docs: Path | None) -> BenchEnd:
-    """Run a benchmark in a separate process, without stdin and without downloads."""
+def _run(command: Command, folder: Path, docs: Path | None, left: float | None) -> BenchEnd:
+    """Run a benchmark in a separate process for `left` seconds, without stdin and downloads."""
     before = set(_records(folder))
     drawn = () if docs is None else drawing(command, docs)
     line = (sys.executable, "-m", "penstock", *command, "--save", str(folder), *drawn)
     offline = {**os.environ, OFFLINE: "1"}
-    status = subprocess.run(line, check=False, stdin=subprocess.DEVNULL, env=offline).returncode
-    return BenchEnd(command, status, tuple(p for p in _records(folder) if p not in before))
+    began = time.monotonic()
+    status: int | None = None
+    try:
+        run = subprocess.run(line, check=False, stdin=subprocess.DEVNULL, env=offline, timeout=left)
+        status = run.returncode
+    except subprocess.TimeoutExpired:
+        print("stopped: the time is over", flush=True)
+    records = tuple(p for p in _records(folder) if p not in before)
+    return BenchEnd(command, status, records, time.monotonic() - began)
 
 
 def drawing(command: Command, docs: Path) -> Command:
@@ -122,4 +151,4 @@ def all_benches(save: Records, docs: Docs = None) -> None:
     for end in ends:
         print(f"  {end}")
     print(HAND_IN)
-    raise typer.Exit(max(end.status if end.status in ENDS else 2 for end in ends))
+    raise typer.Exit(max(2 if end.failed else end.status or 0 for end in ends))
