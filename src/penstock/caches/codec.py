@@ -20,6 +20,7 @@ from weakref import ref
 import mlx.core as mx
 
 from penstock.attention import devices, span_attention
+from penstock.attention.attention_backend import AttentionBackend
 from penstock.attention.joined_reads import SideData
 from penstock.caches.base import LayerCache, agree, check_floating, ends_of
 from penstock.caches.codes import BLOCK_TOKENS, Codes, dim_of, encoded, whole_blocks
@@ -49,6 +50,10 @@ class TurboQuant(LayerCache):
     they may be the whole sequence, dequantized."""
     _in_place = False
     """Whether the model has called `attend` for a single token."""
+
+    @property
+    def _device(self) -> AttentionBackend:
+        return devices.current()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return all columns, dequantized, (batch, kv_heads, columns, dim); not evaluated."""
@@ -310,7 +315,7 @@ class TurboQuantKVCache(TurboQuant):
         dequantized_sides = []
         for sides, tail in zip(self.sides(), col.arrays(*self.tail._held()), strict=True):
             parts = [
-                side.dequantize(devices.current()).astype(tail.dtype)
+                side.dequantize(self._device).astype(tail.dtype)
                 if isinstance(side, Coded)
                 else side
                 for side in sides
@@ -379,7 +384,7 @@ class TurboQuantKVCache(TurboQuant):
                 parts.append(col.take(coded, start, min(stop, end)))
             if stop > end:
                 (rest,) = col.arrays(col.take(raw, max(0, start - end), stop - end))
-                parts.append(encoded(rest, codec))
+                parts.append(encoded(rest, codec, self._device))
             sides.append(col.copied(parts[0]) if len(parts) == 1 else col.join(*parts))
         mx.eval(col.arrays(*sides))
         return sides[0], sides[1]
@@ -393,9 +398,8 @@ class TurboQuantKVCache(TurboQuant):
             for sides in self.sides()
         )
         stacked = span_attention.grouped(queries, col.arrays(self.tail.keys)[0].shape[1])
-        device = devices.current()
-        with device.lane(0):
-            part = device.attend_decode(stacked, keys, values, seen)
+        with self._device.lane(0):
+            part = self._device.attend_decode(stacked, keys, values, seen)
         if sinks is not None:
             sinks = (sinks.astype(mx.float32) * span_attention.LOG2_E).reshape(
                 *stacked.shape[:2], 1
@@ -428,7 +432,7 @@ class TurboQuantKVCache(TurboQuant):
                     1,
                     past + new.shape[2],
                     new.dtype,
-                    devices.current(),
+                    self._device,
                 )
                 for sides, new in zip(self.sides(), fetched, strict=True)
             ]
@@ -499,7 +503,7 @@ class TurboQuantKVCache(TurboQuant):
             mx.eval(self.head.keys, self.head.values)
         stop = tokens - (tokens - done) % BLOCK_TOKENS
         if done < stop:
-            self.codes.append(keys[:, :, done:stop], values[:, :, done:stop])
+            self.codes.append(keys[:, :, done:stop], values[:, :, done:stop], self._device)
         if stop < tokens:
             self.tail.update_and_fetch(keys[:, :, stop:], values[:, :, stop:])
         else:
@@ -537,7 +541,7 @@ class TurboQuantKVCache(TurboQuant):
             for side, dtype in zip(self.codes.keys_and_values(), dtypes, strict=True):
                 piece = col.take(side, start, start + span)
                 raw = (
-                    piece.dequantize(devices.current()).astype(dtype)
+                    piece.dequantize(self._device).astype(dtype)
                     if isinstance(piece, Coded)
                     else piece
                 )
@@ -650,7 +654,7 @@ class BatchTurboQuantKVCache(TurboQuant):
                 )
             ]
             fetched.append(
-                dequantized(placed, len(self.rows), past + tokens, new.dtype, devices.current())
+                dequantized(placed, len(self.rows), past + tokens, new.dtype, self._device)
             )
         for i, row in enumerate(self.rows):
             count = tokens if self._ends is None else min(tokens, self._ends[i] - row.offset)

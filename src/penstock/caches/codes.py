@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from penstock.attention import devices
 from penstock.caches.growing import Growing
 from penstock.errors import SettingError
 from penstock.kv import columns as col
 from penstock.kv.code_pieces import PIECE_TOKENS
+from penstock.kv.codecs.code_ops import CodeOps
 from penstock.kv.codecs.coded import Codec, Coded
 from penstock.kv.codecs.scheme import Scheme
 from penstock.kv.columns import Side
@@ -32,7 +32,7 @@ class Codes(Growing):
     def span(self) -> int:
         return max((codec.span for codec in self.scheme.codecs), default=1)
 
-    def append(self, keys: mx.array, values: mx.array) -> None:
+    def append(self, keys: mx.array, values: mx.array, ops: CodeOps) -> None:
         """Encode and append blocks, `PIECE_TOKENS` tokens at a time; evaluated."""
         tokens = keys.shape[2]
         size = (
@@ -42,7 +42,10 @@ class Codes(Growing):
         )
         for start in range(0, tokens, size):
             stop = min(start + size, tokens)
-            new = self._encode(keys[:, :, start:stop], values[:, :, start:stop])
+            piece = keys[:, :, start:stop], values[:, :, start:stop]
+            codecs = self.scheme.keys, self.scheme.values
+            sides = [encoded(side, codec, ops) for side, codec in zip(piece, codecs, strict=True)]
+            new = sides[0], sides[1]
             if self.max_columns is not None:
                 self._drop(self.offset + stop - start - self.max_columns)
             self.put(new, self.offset + tokens - start)
@@ -52,9 +55,6 @@ class Codes(Growing):
         self._write(self.offset, new)
         self.offset += col.columns(new[0])
         mx.eval(col.arrays(self.keys, self.values))
-
-    def _encode(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
-        return encoded(keys, self.scheme.keys), encoded(values, self.scheme.values)
 
     def _drop(self, count: int) -> None:
         """Drop the oldest `count` columns that are not kept."""
@@ -74,11 +74,11 @@ class Codes(Growing):
         return room if self.max_columns is None else min(self.max_columns, room)
 
 
-def encoded(side: mx.array, codec: Codec | None) -> Side:
+def encoded(side: mx.array, codec: Codec | None, ops: CodeOps) -> Side:
     """Encode a side, evaluated; return it raw without a codec. SettingError if values overflow."""
     if codec is None:
         return side
-    coded = codec.encode(side, devices.current())
+    coded = codec.encode(side, ops)
     mx.eval(coded.parts)
     if not bool(coded.is_finite()):
         raise SettingError(

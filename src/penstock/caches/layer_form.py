@@ -8,10 +8,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from penstock.attention import devices
 from penstock.caches.base import LayerCache
 from penstock.kv import columns as col
 from penstock.kv.code_pieces import placed
+from penstock.kv.codecs.code_ops import CodeOps
 from penstock.kv.columns import Side
 from penstock.kv.states import Place
 from penstock.plurals import counted
@@ -66,16 +66,17 @@ class LayerForm:
         settings = "" if self.max_size is None else f" with a window of {self.max_size}"
         return f"a {self.kind.__name__}{settings} ({heads}; {dtypes})"
 
-    def revive(self, keys: Sequence[Side], values: Sequence[Side], tokens: int, room: int) -> Any:
+    def revive(
+        self, keys: Sequence[Side], values: Sequence[Side], tokens: int, room: int, ops: CodeOps
+    ) -> Any:
         """Create a cache of `room` columns with dequantized copies of consecutive parts."""
         settings = self.settings
         if self.max_size is not None:
             keep, size, _, *rest = settings
             settings, room = (keep, size, tokens, *rest), min(room, size)
-        device = devices.current()
         sides = (
-            placed(keys, room, self.dtypes[0], device),
-            placed(values, room, self.dtypes[-1], device),
+            placed(keys, room, self.dtypes[0], ops),
+            placed(values, room, self.dtypes[-1], ops),
         )
         cache = self.kind.from_state((*sides, tokens, *settings))
         if isinstance(cache, LayerCache):

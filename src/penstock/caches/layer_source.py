@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.attention import devices
 from penstock.caches.codec import TurboQuantKVCache
 from penstock.caches.growing import KVCache
 from penstock.caches.layer_form import LayerForm
@@ -98,8 +97,12 @@ def runs_of(
     start: int,
     stop: int,
     tokens: int,
+    lanes: int,
 ) -> list[NodeRun]:
-    """Split tokens start..stop-1 into the runs to store as one node each: raw, then encoded."""
+    """Split tokens start..stop-1 into the runs to store as one node each: raw, then encoded.
+
+    `lanes` is the backend's number of pieces that are encoded at a time.
+    """
     layers = [source.sample for source in sources]
     short = tokens < rule.least_tokens
     if rule.is_raw or (short and not any(source.encoded for source in sources)):
@@ -116,6 +119,6 @@ def runs_of(
         nbytes = (stop - first) * sum(rule.token_bits(shapes)) // 8
         joined = any(source.coded and not source.encoded for source in sources)
         raw_bytes = (stop - first) * bytes_per_token(layers) if joined else 0
-        work = piece_bytes(shapes, devices.current().lanes)
+        work = piece_bytes(shapes, lanes)
         runs.append(NodeRun(first, stop, nbytes, work + raw_bytes, rule))
     return runs

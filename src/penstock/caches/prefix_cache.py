@@ -134,6 +134,7 @@ class PrefixCache:
         self.counts = self.prefixes.counts
         self.fingerprint = fingerprint
         self._shapes: dict[str, CachesForm] = {}  # by salt
+        self._device = devices.current()
 
     @property
     def nbytes(self) -> int:
@@ -360,7 +361,7 @@ class PrefixCache:
                     [keys for keys, _ in layer_parts],
                     [values for _, values in layer_parts],
                 )
-                cache = form.revive(keys, values, match.tokens, room)
+                cache = form.revive(keys, values, match.tokens, room, self._device)
             caches.append(cache)
         revived = []
         for kind, state in zip(shape.states, copied(states), strict=True):
@@ -383,7 +384,8 @@ class PrefixCache:
             if not self.prefixes.split(pin, match):
                 return self._refuse(self.prefixes.no_room(match.path[-1].segment.nbytes))
             size = self.tree.block_size
-            runs = runs_of(sources, self._rule, start, stop, len(values))
+            lanes = self._device.lanes
+            runs = runs_of(sources, self._rule, start, stop, len(values), lanes)
             nbytes = sum(run.nbytes for run in runs)
             index = sum(self.prefixes.index_bytes((run.stop - run.start) // size) for run in runs)
             needed = nbytes + index + max(run.meanwhile for run in runs)
@@ -421,8 +423,7 @@ class PrefixCache:
         ]
         if not due:
             return
-        device = devices.current()
-        token_bits, work = sum(rule.token_bits(shapes)), piece_bytes(shapes, device.lanes)
+        token_bits, work = sum(rule.token_bits(shapes)), piece_bytes(shapes, self._device.lanes)
         with self.prefixes.pin(match):
             for node in due:
                 blocks = (rule.first_tokens - node.start) // self.tree.block_size
@@ -432,7 +433,7 @@ class PrefixCache:
                 if not self.prefixes.make_room(nbytes + work):
                     return
                 with self.ledger.reserve(Kind.BUFFERS, work):
-                    self.prefixes.exchange(node, partial(rule.encoded, ops=device), nbytes)
+                    self.prefixes.exchange(node, partial(rule.encoded, ops=self._device), nbytes)
 
     def _keep_states(self, pin: Pin[Segment], position: int, states: States) -> None:
         """Store the states as a checkpoint if `position` is a block boundary and memory allows."""
@@ -458,7 +459,7 @@ class PrefixCache:
             segment = Segment(layers, length=run.stop - run.start)
             if run.rule.is_raw:
                 return segment.owned()
-            segment = run.rule.encoded(segment, devices.current())
+            segment = run.rule.encoded(segment, self._device)
         more = segment.nbytes - run.nbytes
         if more > 0:
             if not self.prefixes.make_room(more + index):

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from penstock.attention import devices
+from penstock.attention.attention_backend import AttentionBackend
 from penstock.attention.attention_plan import DecodeRow
 from penstock.attention.selection import selected_reads
 from penstock.attention.selection.key_centers import KeyCenters
@@ -118,7 +119,7 @@ class SelectiveKVCache(SinkRotatingKVCache):
         row = DecodeRow((KVSpan(segment, 0, position),), position, 0, 0)
         tail = held[0][:, :, position : self.offset], held[1][:, :, position : self.offset]
         sizes = [side.shape[-1] for side in tail]
-        reader = devices.current().choice_reader(selection, *sizes)
+        reader = self._device.choice_reader(selection, *sizes)
         return selected_reads.attend_alone(reader, row, queries, scale, tail, sinks)
 
     def trim(self, n: int) -> int:
@@ -134,9 +135,13 @@ class SelectiveKVCache(SinkRotatingKVCache):
             return
         mx.eval(self._held())
         keys, values = (col.take(side, start, stop) for side in self._held())
-        more = self._rule.of(keys, values, 0, start, devices.current())
+        more = self._rule.of(keys, values, 0, start, self._device)
         self._index = more if self._index is None else self._index.join(more)
         mx.eval(self._index.parts)
+
+    @property
+    def _device(self) -> AttentionBackend:
+        return devices.current()
 
     @property
     def _rule(self) -> KeyIndex:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from penstock.attention import devices
 from penstock.encoders.bert import Bert
 from penstock.encoders.encoder_spec import MODERN_BERT, EncoderSpec, read_encoder_spec
 from penstock.encoders.encoder_tokens import EncoderTokenizer
@@ -18,6 +17,7 @@ from penstock.heap import without_keeping
 from penstock.memory.sizes import format_bytes
 from penstock.models import named, recommended
 from penstock.models.source import checked_source, first_line
+from penstock.models.widening import slow_half
 
 _CLASSES: Mapping[str, type[Bert] | type[ModernBert]] = {MODERN_BERT: ModernBert}
 """Classes of models that are not BERT's."""
@@ -102,7 +102,7 @@ def _weights(folder: Path) -> Mapping[str, mx.array]:
 
 def _widens(array: mx.array) -> bool:
     """Return whether an array is converted to float32: MLX is slow with 16-bit floats on a CPU."""
-    return array.dtype in HALF and devices.current().facts.slow_half
+    return array.dtype in HALF and slow_half()
 
 
 def _wide(array: mx.array) -> mx.array:

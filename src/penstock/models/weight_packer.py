@@ -12,12 +12,11 @@ from typing import Any, Literal, Protocol, TypeAlias
 import mlx.core as mx
 import mlx.nn as nn
 
-from penstock.attention import devices
 from penstock.config import WeightsDtype
 from penstock.errors import ModelError
 from penstock.extensions import extension
 from penstock.memory import ModelSpec
-from penstock.models.widening import Widening, model_bytes, widen
+from penstock.models.widening import Widening, model_bytes, slow_half, widen
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +106,7 @@ def planned_kv_dtype(spec: ModelSpec, config: Mapping[str, Any]) -> str | None:
 
 def can_pack() -> bool:
     """Return whether `--weights-dtype auto` may choose packed weights on this device."""
-    return devices.current().facts.slow_half and weight_packer() is not None
+    return slow_half() and weight_packer() is not None
 
 
 def decision(model: nn.Module, choice: WeightsDtype, limit_bytes: int | None) -> Widening:

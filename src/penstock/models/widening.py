@@ -8,7 +8,7 @@ faster still, and needs a quarter of the memory. On a GPU weights stay native.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -26,6 +26,11 @@ native weights, which are slow, need nearly as much memory."""
 _HALF = (mx.float16, mx.bfloat16)
 
 
+def slow_half() -> bool:
+    """Return whether this device multiplies half precision slowly, as MLX does on a CPU."""
+    return devices.current().facts.slow_half
+
+
 @dataclass(frozen=True, slots=True)
 class Widening:
     """Decision on native, packed or float32 weights, from their sizes and the memory limit."""
@@ -39,6 +44,8 @@ class Widening:
     """Memory limit for everything, including weights; None if there is none."""
     packed_bytes: int | None = None
     """Bytes of the packed weights; None if they cannot be packed, or the plug-in is missing."""
+    slow_half: bool = field(default_factory=slow_half)
+    """Whether products of half precision are slow; if not, `auto` is `native`."""
 
     @property
     def widens(self) -> bool:
@@ -54,7 +61,7 @@ class Widening:
 
     def _leaves(self, share: float, nbytes: int) -> bool:
         """Return whether weights of `nbytes` leave `share` of the limit free; False on a GPU."""
-        if not devices.current().facts.slow_half:
+        if not self.slow_half:
             return False
         return self.limit_bytes is None or nbytes <= (1 - share) * self.limit_bytes
 
@@ -106,7 +113,7 @@ class Widening:
             rows = "24 bits" if self.exact else "16 bits"
             other = "" if self.choice != "auto" else "; --weights-dtype float32 converts them"
             return f"packed (multiplied as stored), with activations in {rows}{other}"
-        if self.choice == "native" or not devices.current().facts.slow_half:
+        if self.choice == "native" or not self.slow_half:
             return None
         return (
             f"native, which is slow on a CPU: in float32 ({sizes}) they would leave less than a "

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.attention import devices
-from penstock.attention.attention_backend import DecodeStep
+from penstock.attention.attention_backend import AttentionBackend, DecodeStep
 from penstock.attention.attention_plan import DecodeRow, in_order
 from penstock.attention.reads import decode_reads
 from penstock.attention.span_attention import AttentionWindow
@@ -283,6 +283,7 @@ def _seconds(trial: TrialStep, ways: Ways, clock: Callable[[], float]) -> float:
 class TrialStep:
     """Decode step of one layer with random data."""
 
+    device: AttentionBackend
     layer: AttentionForm
     rows: list[DecodeRow]
     tails: Tails
@@ -302,6 +303,7 @@ class TrialStep:
         parts: int = PARTS,
     ) -> TrialStep:
         """Create a step with sequences of up to `tokens` tokens; ragged ones differ in length."""
+        device = devices.current()
         keys = iter(mx.random.split(mx.random.key(seed), 8 + 2 * 16 * (rows + 2)))
 
         def normal(*shape: int) -> mx.array:
@@ -314,11 +316,7 @@ class TrialStep:
             )
             random_segment = Segment((tuple(sides),))  # type: ignore[arg-type]
             mx.eval([col.arrays(*span_segment) for span_segment in random_segment.layers])
-            return (
-                random_segment
-                if scheme is None
-                else random_segment.encoded(scheme, devices.current())
-            )
+            return random_segment if scheme is None else random_segment.encoded(scheme, device)
 
         common = [segment(tokens)] if situation in (Situation.ONE_PART, Situation.SHARED) else []
         shape = LayerShape(layer.kv_heads, layer.key_dim, layer.value_dim, layer.dtype)
@@ -348,7 +346,8 @@ class TrialStep:
         new_sides = [normal(rows, layer.kv_heads, 1, d) for d in (layer.key_dim, layer.value_dim)]
         queries, sinks = normal(rows, layer.heads, 1, layer.key_dim), normal(layer.heads)
         mx.eval(queries, sinks, new_sides)
-        return cls(layer, decode_rows, tails, queries, (new_sides[0], new_sides[1]), sinks)
+        sides = new_sides[0], new_sides[1]
+        return cls(device, layer, decode_rows, tails, queries, sides, sinks)
 
     @property
     def scale(self) -> float:
@@ -361,7 +360,7 @@ class TrialStep:
         self, count: int, ways: Ways, window: AttentionWindow, *, sinks: bool
     ) -> list[mx.array | None]:
         """Return the attention outputs of `count` equal layers of one step, None if unsupported."""
-        step = DecodeStep.of(devices.current(), self.rows, self.tails, ways=ways)
+        step = DecodeStep.of(self.device, self.rows, self.tails, ways=ways)
         (reads,) = decode_reads(step, [window])
         layer_sinks = self.sinks if sinks else None
         results: list[mx.array | None] = []
@@ -395,9 +394,7 @@ class TrialStep:
         for number in (0, 1):
             parts = [part.segment.layers[0][number] for part in row.parts]
             dequantized_parts = [
-                part_side.dequantize(devices.current())
-                if isinstance(part_side, Coded)
-                else part_side
+                part_side.dequantize(self.device) if isinstance(part_side, Coded) else part_side
                 for part_side in parts
             ]
             dequantized_parts.append(self.tails.read_block(0, row.slot, 1, row.tail + 1)[number])
