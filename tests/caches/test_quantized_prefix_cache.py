@@ -571,7 +571,7 @@ def test_prefill_keeps_caches_quantized_across_turns(model: Any) -> None:
 
 
 @pytest.mark.parametrize("codec", ["turbo4", "kivi4"])
-def test_text_matches_dequantized_codes(codec: str, model: Any) -> None:
+def test_quantized_and_dequantized_caches_give_equal_text(codec: str, model: Any) -> None:
     attach(model)
     prompt = prompt_of(650)
     made = [

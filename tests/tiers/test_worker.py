@@ -288,7 +288,7 @@ def test_unrecordable_deletion_is_logged(tmp_path: Path, caplog: pytest.LogCaptu
     assert "would be lost on a restart" in caplog.text
 
 
-def test_closed_tier_accepts_nothing_without_blocking(tmp_path: Path) -> None:
+def test_closed_tier_refuses_without_blocking(tmp_path: Path) -> None:
     with running(tmp_path) as tier:
         pass
     tier.close()

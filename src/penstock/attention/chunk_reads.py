@@ -162,7 +162,10 @@ class ChunkReads(Reads):
         return None if choice is None else choice.begin(self.layer, attention_window, tokens)
 
     def streams(self, attention_window: AttentionWindow, tokens: int) -> bool:
-        """Return whether too many tokens precede a chunk of `tokens` tokens to concatenate them."""
+        """Return whether a chunk of `tokens` tokens reads earlier ones part by part.
+
+        It does if there are too many to concatenate; never if the window excludes some of them.
+        """
         if not attention_window.sees_all(self.offset + tokens - 1):
             return False
         return bool(self.parts) and self.parts[-1].end > self.most_joined

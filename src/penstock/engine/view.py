@@ -134,7 +134,11 @@ class EngineView:
         return tuple(self._stores.figures.adapters.fingerprints)
 
     def salted(self, salt: str, adapter: str | None) -> str:
-        """Return the salt of the prefixes of an adapter; raises SettingError for unknown names."""
+        """Combine a client's cache salt and an adapter into one salt; None is the base model.
+
+        Raises:
+            SettingError: there is no such adapter.
+        """
         return self._stores.figures.adapters.salted(salt, adapter)
 
     @property

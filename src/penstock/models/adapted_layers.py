@@ -285,9 +285,10 @@ class BareSwitch(nn.Module):
 
 
 def with_combined_indices(experts: nn.Module, kinds: int) -> None:
-    """Let experts hand indices of expert and adapter to their linear layers, in place.
+    """Let experts pass the indices `expert * kinds + adapter` to their linear layers, in place.
 
-    Experts sort their tokens by these indices, so a linear layer cannot tell a token's row.
+    The adapter of a token depends on its row in the batch, which a linear layer cannot tell after
+    the tokens have been sorted by expert. `kinds` is the number of adapters, plus 1 for none.
     """
     theirs: Any = type(experts)
 

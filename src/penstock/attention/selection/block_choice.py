@@ -146,8 +146,8 @@ def best_blocks(
 ) -> list[mx.array]:
     """Return the blocks selected by each row, (kv_heads, blocks), best first; see `block_scores`.
 
-    Blocks are numbered from `FIRST_BLOCKS`, the first that may be selected. Ties go to the
-    earlier block.
+    Numbers are relative to `FIRST_BLOCKS`, the first block that may be selected: 0 is that block.
+    Ties go to the earlier block.
     """
     scores = block_scores(selection, rows, queries, scale, layer, ops, tables)
     return [

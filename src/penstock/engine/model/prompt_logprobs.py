@@ -97,7 +97,7 @@ class PromptLogprobs:
 
     @property
     def cached(self) -> bool:
-        """Whether blocks of them are cached for other requests."""
+        """Whether the log-probabilities may be cached by block for other requests."""
         return not self.candidates
 
     @property

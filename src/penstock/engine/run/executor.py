@@ -128,11 +128,12 @@ class ModelExecutor:
         self._skips_padding = speculates and skips_padding(runner)
 
     def run(self, plan: StepPlan[Sequence], meanwhile: Callable[[], object]) -> StepOutput:
-        """Yield the passes of a step; each is computed after the previous one was consumed.
+        """Yield the results of a step: that of the decode, then one for each prefill chunk.
 
-        So decoded tokens are postprocessed before the prefill chunk starts, and a chunk can read
-        the codes of the block before it. The arrays of two passes are never alive together, except
-        for those of chunks computed in one pass.
+        A forward pass starts after the results of the previous one were consumed. So decoded tokens
+        are postprocessed before a separate prefill starts, a chunk can read the codes of the block
+        before it, and arrays of two forward passes are never alive together. One forward pass may
+        compute several chunks, or chunks and the decode.
         """
         chunks = list(plan.prefill)
         if plan.decode:

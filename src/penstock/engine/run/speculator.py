@@ -39,7 +39,7 @@ class Speculator:
     """Proposes tokens for an engine's sequences. Not thread-safe: owned by the engine's thread.
 
     Args:
-        stores: KV stores; a proposal never exceeds the tail or the block.
+        stores: KV stores. A proposal fits into the sequence's tail and its current block.
         limit: maximum proposed tokens per sequence and step; 0 disables proposals.
     """
 

@@ -312,7 +312,7 @@ class Scheduler(Generic[T]):
 
         Raises:
             QueueFull: more than `max_queue` sequences would wait.
-            ValueError: a sequence was added before, or has a negative count.
+            ValueError: a sequence was added before, or one of its counts is negative.
         """
         new: set[int] = set()
         for sequence in sequences:

@@ -55,7 +55,7 @@ def divided(x: mx.array, scales: Scales) -> mx.array:
 
 
 def multiplied(x: mx.array, scales: Scales) -> mx.array:
-    """Multiply queries (heads, m, dim) or keys (batch, heads, tokens, dim) by their scales."""
+    """Multiply queries (heads, m, dim) or keys (batch, heads, tokens, dim) by the keys' scales."""
     return x.astype(mx.float32) * _factors(scales) if scales else x
 
 

@@ -57,8 +57,8 @@ def function_address(name: str, compiled: Callable[[], Any]) -> int:
 
     Args:
         name: name of the function, including all parameters that its code depends on.
-        compiled: imports Numba and compiles the function with `numba.cfunc`, without addresses of
-            this process. Called only if the function is not cached.
+        compiled: imports Numba and compiles the function with `numba.cfunc`. The code must not
+            contain addresses of this process. Called only if the function is not cached.
     """
     key = _key(name)
     address = None if key is None else _read(key)

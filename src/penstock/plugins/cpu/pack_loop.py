@@ -78,7 +78,7 @@ def _compile_pack() -> Any:
 
     @njit(nogil=True)
     def write(codes, start, bits, tiles, place, stored):  # type: ignore[no-untyped-def]
-        """Write the codes of a block of a row: see `tile_products`."""
+        """Write the codes of a block of a row, in the layout of `tile_products`."""
         if stored == wide:
             for number in range(fours):
                 tiles[place + number * lanes] = four(codes, start, number, bits)

@@ -80,7 +80,7 @@ class SteppedReads:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the step that were appended so far."""
+        """Number of tokens of the step appended so far."""
         return self._new[0].shape[2] if self._new else 0
 
     @property

@@ -65,9 +65,9 @@ class Checked:
 def check_block(raw: bytes) -> Checked:
     """Decode a block file from an untrusted source; raises Damaged if it is invalid.
 
-    In addition to the checks of `decode`, the key must be the hash of parent and tokens, or of the
-    parent's checkpoint, and header fields must be in range. It cannot be verified that the arrays
-    are what the model computes from the tokens.
+    In addition to the checks of `decode`, header fields must be in range, and the key of a block
+    must be the hash of its parent and tokens, that of a checkpoint the `checkpoint_hash` of its
+    parent. It cannot be verified that the arrays are what the model computes from the tokens.
     """
     try:
         record, fingerprint = decode(raw), header(raw)["fingerprint"]
