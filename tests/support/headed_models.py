@@ -14,17 +14,33 @@ import mlx.core as mx
 import tiny_families
 from mlx.utils import tree_flatten, tree_unflatten
 
-from penstock.models.mlx_lm import head_cache
+from penstock.models.mlx_lm import head_cache, kv_cache
 from penstock.models.mtp import with_head
 from penstock.recall import MODEL_PATH
 
-FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+QWEN = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+FAMILIES = (*QWEN, "glm4_moe", "mimo")
+_PUBLISHED = {
+    "glm4_moe": {
+        "fc": "eh_proj",
+        "pre_fc_norm_embedding": "enorm",
+        "pre_fc_norm_hidden": "hnorm",
+        "norm": "shared_head.norm",
+    },
+    "mimo": {
+        "fc": "input_proj",
+        "pre_fc_norm_embedding": "token_layernorm",
+        "pre_fc_norm_hidden": "hidden_layernorm",
+        "norm": "final_layernorm",
+    },
+}
+"""Names of parts of heads that are published as a further layer."""
 
 
 @functools.cache
 def headed(family: str) -> Any:
     """Return a random model of a family with a random head; always the same."""
-    return tiny_families.build(family, derived=lambda model: with_head(model, head_cache))
+    return tiny_families.build(family, derived=_derived)
 
 
 @functools.cache
@@ -40,7 +56,9 @@ def headless(family: str) -> Any:
 @functools.cache
 def right_headed(family: str) -> Any:
     """Return a model that chooses by its last token alone, whose head chooses the same."""
-    model = tiny_families.build(family, derived=lambda model: with_head(model, head_cache))
+    model = tiny_families.build(
+        family, derived=lambda model: with_head(model, kv_cache, head_cache)
+    )
     text = getattr(model, "language_model", model)
     width = text.args.hidden_size
     changed = {
@@ -55,6 +73,10 @@ def right_headed(family: str) -> Any:
     model.update(tree_unflatten(list(changed.items())))
     mx.eval(model.parameters())
     return model
+
+
+def _derived(model_class: type[Any]) -> type[Any]:
+    return with_head(model_class, kv_cache, head_cache)
 
 
 def parameters(model: Any) -> list[tuple[str, mx.array]]:
@@ -81,17 +103,26 @@ def write_published(
         published = published.replace("language_model.lm_head", "lm_head")
         if "conv1d.weight" in name:
             weight = weight.moveaxis(1, 2)
-        elif weight.ndim == 1 and _is_shifted(name):
+        elif weight.ndim == 1 and _is_shifted(name) and family in QWEN:
             weight = weight - 1.0
+        if family in _PUBLISHED and name.startswith("mtp."):
+            published, weight = _as_layer(family, name, weight)
         if vocabulary is not None and name.endswith(("embed_tokens.weight", "lm_head.weight")):
             weight = mx.concatenate([weight] * (1 + vocabulary // len(weight)))[:vocabulary]
         if ships or not name.startswith("mtp."):
             weights[published] = weight
+    if ships and family in _PUBLISHED:  # what repeats the model's
+        prefix = _as_layer(family, "mtp.norm.weight", mx.zeros(1))[0].rpartition(".")[0]
+        prefix = prefix.removesuffix(_PUBLISHED[family]["norm"])
+        weights[f"{prefix}embed_tokens.weight"] = mx.zeros((2, 2))
+        weights[f"{prefix}shared_head.head.weight"] = mx.zeros((2, 2))
     weights = _experts_as_published(weights, fused=family == "qwen3_5_moe")
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     arguments = tiny_families.arguments_of(family)
     config = dataclasses.asdict(text.args) | {"model_type": family, "eos_token_id": 2}
     config["vocab_size"] = vocabulary or config["vocab_size"]
+    if family == "mimo":
+        del config["rope_scaling"]  # transformers, which does not know the family, warns of it
     if "text_config" in arguments:
         config = {"model_type": family, "text_config": config, "eos_token_id": 2}
     (folder / "config.json").write_text(json.dumps(config))
@@ -118,6 +149,17 @@ def write_split(family: str, folder: Path, *, bits: int | None = None) -> Path:
     mx.save_safetensors(str(folder / "model.safetensors"), head)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def _as_layer(family: str, name: str, weight: mx.array) -> tuple[str, mx.array]:
+    """Return name and form of a head's weight as a part of a further layer."""
+    prefix = {"glm4_moe": f"model.layers.{tiny_families.LAYERS}.", "mimo": "model.mtp_layers.0."}
+    stem, _, last = name.removeprefix("mtp.").rpartition(".")
+    if family == "mimo" and stem == "fc":  # the hidden state comes first
+        half = weight.shape[1] // 2
+        weight = mx.concatenate([weight[:, half:], weight[:, :half]], axis=1)
+    part = _PUBLISHED[family].get(stem, stem.removeprefix("layers.0."))
+    return f"{prefix[family]}{part}.{last}", weight
 
 
 def _is_shifted(name: str) -> bool:

@@ -114,6 +114,36 @@ class DecodeReads(Reads):
         return self.step.device.decode(self.step, self.layer, window, queries, scale, sinks)
 
 
+class DraftedBlockReads(DecodeReads):
+    """Cache of one layer for blocks of new tokens that all see each other."""
+
+    def __init__(
+        self, step: DecodeStep, read: DecodeStep, layer: int, attention_window: AttentionWindow
+    ) -> None:
+        """Take the step that appends the blocks, and one with a row for each of their tokens.
+
+        A row of `read` stands for the last token of its block, so that it sees them all.
+        """
+        super().__init__(step, layer, attention_window)
+        self._read = read
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: object,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attend to cached tokens and whole blocks: (b, heads, n, d) -> (b, heads, n, dim)."""
+        window = self.check_given(keys, values, mask)
+        by_token = queries.swapaxes(1, 2).flatten(0, 1)[:, :, None]
+        read = self._read
+        mixed = read.device.decode(read, self.layer, window, by_token, scale, sinks)
+        return mx.unflatten(mixed.squeeze(2), 0, (len(queries), -1)).swapaxes(1, 2)
+
+
 def decode_reads(
     step: DecodeStep, attention_windows: Sequence[AttentionWindow]
 ) -> list[DecodeReads]:

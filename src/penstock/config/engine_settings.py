@@ -108,8 +108,9 @@ class EngineSettings(Settings):
     draft_model: Annotated[
         str | None,
         Setting(
-            "Small model with the same tokenizer that proposes tokens for speculative decoding: "
-            "a folder, a .gguf file or a name; mtp is the multi-token head in the model's folder.",
+            "Small model with the same tokenizer, or drafter made for the model (DFlash, EAGLE-3), "
+            "that proposes tokens for speculative decoding: a folder, a .gguf file or a name; mtp "
+            "is the multi-token head in the model's folder.",
             "MODEL",
             unset="none",
         ),

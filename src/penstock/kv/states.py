@@ -88,6 +88,21 @@ class RecurrentState:
             for state in self.states
         )
 
+    def at(self, token: int) -> RecurrentState:
+        """Return the states after a token of the last step, evaluated, if they have one for each.
+
+        Their arrays are (rows, tokens, ...).
+        """
+        states = tuple(
+            tuple(
+                None if array is None else mx.contiguous(array[self.row, token][None, None])
+                for array in state
+            )
+            for state in self.states
+        )
+        mx.eval(list(arrays(states)))
+        return RecurrentState(states, exclusive=True)
+
     def owned(self) -> States:
         return self.states if self.exclusive else copied(self.states, self.row)
 

@@ -14,7 +14,19 @@ from typing import Any
 
 from penstock.errors import ModelError
 from penstock.memory.families import FAMILIES, Config, Family, unknown
-from penstock.memory.heads import HEADED_TYPES, PREFIX, SPLIT_TYPES, is_of_head, no_head
+from penstock.memory.heads import (
+    HEADED_TYPES,
+    PREFIX,
+    SPLIT_TYPES,
+    TOKEN_OFFSETS,
+    BlockDrafterSpec,
+    DrafterSpec,
+    drafter_spec,
+    drafter_tensor,
+    head_part,
+    is_of_head,
+    no_head,
+)
 from penstock.memory.model_config import check_config, read_config
 from penstock.memory.sizes import packed_matrix_bytes
 from penstock.memory.spec import DTYPE_BYTES, LayerSpec, ModelSpec
@@ -36,7 +48,8 @@ def read_model_spec(
             config provide bytes and dtype.
         files: bytes of the loaded weights by dtype, if already known.
         float32: whether the weights become float32 when loaded.
-        mtp: folder with a multi-token head that is loaded, too; it may be the model's.
+        mtp: folder with a multi-token head, which may be the model's, or with a drafter that reads
+            hidden states, that is loaded, too.
     """
     outer, name, folder = _load_config(source)
     inner = outer.get("text_config")
@@ -57,7 +70,10 @@ def read_model_spec(
     c = Config({**family.assumed, **values, "dtype": dtype}, name)
     _check_sizes(c)
     layers = _layers_of(c, family, model_type, notes)
-    if mtp is not None:
+    drafter = None if mtp is None else drafter_of(mtp)
+    if drafter is not None:
+        layers += _drafter_layers(c, drafter)
+    elif mtp is not None:
         if model_type not in HEADED_TYPES or not has_head(mtp):
             raise no_head(mtp)
         layers.append(c.full(state_bytes=c.hidden * c.scalar_bytes))
@@ -248,20 +264,54 @@ def has_tensor(folder: Path, parts: Sequence[str]) -> bool:
 
 
 def has_head(folder: Path) -> bool:
-    """Return whether a folder has the weights of a multi-token head."""
+    """Return whether a folder has the weights of a multi-token head or a drafter."""
     return bool(_head_tensors(folder))
 
 
-def _head_tensors(folder: Path) -> dict[str, Any]:
-    tensors = dict(_tensors(folder))
+def drafter_of(folder: Path) -> DrafterSpec | None:
+    """Return the drafter that a folder has; None if it has none. Errors as `drafter_spec`."""
     config = folder / "config.json"
-    if config.is_file() and read_config(config).get("model_type") in SPLIT_TYPES:
+    return drafter_spec(read_config(config), folder) if config.is_file() else None
+
+
+def _drafter_layers(c: Config, drafter: DrafterSpec) -> list[LayerSpec]:
+    dims = {"head_dim": drafter.sizes.head_dim, "kv_heads": drafter.sizes.kv_heads}
+    if isinstance(drafter, BlockDrafterSpec):
+        return [c.full(**dims)] * drafter.layers
+    return [c.full(**dims, state_bytes=drafter.sizes.width * c.scalar_bytes)]
+
+
+def _head_tensors(folder: Path) -> dict[str, Any]:
+    tensors, config = dict(_tensors(folder)), _text_config(folder)
+    if config.get("model_type") in SPLIT_TYPES:
         return {PREFIX + name: entry for name, entry in tensors.items()}
-    return {name: entry for name, entry in tensors.items() if is_of_head(name)}
+    if drafter_of(folder) is not None:
+        named = ((drafter_tensor(name), entry) for name, entry in tensors.items())
+        return {name: _as_loaded(name, entry) for name, entry in named if name is not None}
+    parts = ((head_part(name, config), entry) for name, entry in tensors.items())
+    return {PREFIX + part: entry for part, entry in parts if part is not None}
+
+
+def _text_config(folder: Path) -> dict[str, Any]:
+    """Return a folder's config with that of the language model within it, or of a head alone."""
+    file = folder / "config.json"
+    config = read_config(file) if file.is_file() else {}
+    inner = config.get("text_config")
+    if not isinstance(inner, dict) or config.get("model_type") in SPLIT_TYPES:
+        return config
+    return {**config, **inner}
+
+
+def _as_loaded(name: str, entry: Any) -> Any:
+    """Return a drafter's tensor with its bytes once loaded: whole numbers take 32 bits."""
+    if not name.endswith(TOKEN_OFFSETS):
+        return entry
+    return {**entry, "dtype": "I32", "data_offsets": (0, 4 * prod(entry["shape"]))}
 
 
 def _loaded_tensors(folder: Path, *, mtp: Path | None) -> dict[str, Any]:
-    tensors = {name: entry for name, entry in _tensors(folder) if not is_of_head(name)}
+    config = _text_config(folder)
+    tensors = {name: entry for name, entry in _tensors(folder) if not is_of_head(name, config)}
     return tensors if mtp is None else {**tensors, **_head_tensors(mtp)}
 
 

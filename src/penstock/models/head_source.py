@@ -1,4 +1,4 @@
-"""Folders that a model's multi-token head (MTP) comes from; no arrays."""
+"""Folders that a model's multi-token head (MTP) or drafter comes from; no arrays."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import MTP
-from penstock.memory.heads import HEADED_TYPES, SPLIT_TYPES
+from penstock.memory.heads import HEADED_TYPES, SPLIT_TYPES, DrafterSpec, drafter_spec
 from penstock.memory.reading import has_head
 from penstock.models.recommended import source_of
 from penstock.models.source import find_file, read_object
 
 
 def head_of(settings: Mapping[str, Any]) -> str | None:
-    """Return the `draft_model` of an engine's settings if it is a multi-token head, else None."""
+    """Return the `draft_model` of an engine's settings if it becomes part of the model, else None.
+
+    Multi-token heads do, and drafters that read the model's hidden states.
+    """
     draft = settings.get("draft_model")
-    is_head = isinstance(draft, str | Path) and (str(draft) == MTP or is_split_head(draft))
+    is_head = isinstance(draft, str | Path) and (
+        str(draft) == MTP or is_split_head(draft) or state_drafter(draft) is not None
+    )
     return str(draft) if is_head else None
 
 
@@ -24,6 +29,15 @@ def is_split_head(source: str | Path) -> bool:
     """Return whether a folder, or a downloaded name, has a multi-token head alone."""
     config = read_object(source_of(str(source)), "config.json")
     return config.get("model_type") in SPLIT_TYPES
+
+
+def state_drafter(source: str | Path) -> DrafterSpec | None:
+    """Return the drafter in a folder or of a downloaded name; None if it has none.
+
+    Raises:
+        ModelError: see `drafter_spec`.
+    """
+    return drafter_spec(read_object(source_of(str(source)), "config.json"), source)
 
 
 def head_folder(head: str | Path, model_folder: Path) -> Path:

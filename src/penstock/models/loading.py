@@ -15,17 +15,19 @@ from penstock.memory.reading import has_head
 from penstock.memory.sizes import parse_bytes
 from penstock.models import named, recommended
 from penstock.models.adapters import adapter_bytes
-from penstock.models.head_source import head_folder, is_split_head
+from penstock.models.drafted_reader import drafted_reader
+from penstock.models.head_source import head_folder, is_split_head, state_drafter
 from penstock.models.mlx_lm import (
     HeadedReader,
     Loaded,
+    ModelReader,
     TokenizerWrapper,
     folder_widening,
     load_folder,
 )
 from penstock.models.model_files import open_model_file
 from penstock.models.source import SourceChoice, checked_source, read_object
-from penstock.models.source_choice import choose_source
+from penstock.models.source_choice import choose_source, refuse_drafter
 from penstock.models.widening import Widening
 
 
@@ -50,7 +52,8 @@ def load(
         adapters: folders of LoRA and DoRA adapters by name, in mlx-lm's format; requests select
             one with `Request.adapter`.
         mtp: True to keep the multi-token head in the model's folder, for an engine with
-            `draft_model="mtp"`; or a folder that mlx-vlm has split such a head off to.
+            `draft_model="mtp"`; or a folder that mlx-vlm has split such a head off to, or of a
+            drafter that reads hidden states (DFlash, EAGLE-3).
 
     Raises:
         ModelError: The model or an adapter does not exist, is incomplete or damaged, or has an
@@ -90,6 +93,8 @@ def load_all(
         if mtp is not None:
             raise no_head(path_or_name)
         return file.load(weights_dtype, limit_bytes)
+    if Path(path_or_name).is_dir():  # a drafter's lacks other files
+        refuse_drafter(str(path_or_name))
     source = checked_source(path_or_name)
     choice, reader = choose_source(source, model_source)
     if mtp is not None:
@@ -182,16 +187,21 @@ def _widening(
     return folder_widening(source, weights_dtype, limit_bytes, reader)
 
 
-def _headed(source: str, choice: SourceChoice, mtp: str | Path) -> HeadedReader:
-    """Return the reader of a folder with a multi-token head; ModelError if none is read."""
+def _headed(source: str, choice: SourceChoice, mtp: str | Path) -> ModelReader:
+    """Return the reader of a folder with a head or a drafter; ModelError if none is read."""
     if choice.name != "mlx-lm":
         raise ModelError(
-            f"{source}: multi-token heads (mtp) are read beside mlx-lm's classes alone; add "
-            f"--model-source mlx-lm"
+            f"{source}: multi-token heads (mtp) and drafters (DFlash, EAGLE-3) are read beside "
+            f"mlx-lm's classes alone; add --model-source mlx-lm"
         )
     model_type = read_object(source, "config.json").get("model_type")
     head = head_folder(mtp, Path(source))
-    is_split = is_split_head(head)
+    drafter = state_drafter(head)
+    if drafter is not None:
+        if not has_head(head):
+            raise ModelError(f"{head} has no weights in model*.safetensors files")
+        return drafted_reader(head, drafter)
+    is_split = is_split_head(head) and str(model_type).startswith("qwen3")
     is_own = head.is_dir() and head.samefile(source)
     if model_type not in HEADED_TYPES or not (is_split or is_own) or not has_head(head):
         raise no_head(head)

@@ -51,6 +51,7 @@ with unchanged_limit():
     import mlx_lm
     import mlx_lm.models.base
     import mlx_lm.models.cache
+    import mlx_lm.models.rope_utils
     import mlx_lm.tokenizer_utils
     import mlx_lm.utils
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -157,8 +158,7 @@ class HeadedReader(MlxLmReader):
     def read_model(self, folder: Path) -> nn.Module:
         config, split = mlx_lm.utils.load_config(folder), None
         if self._split is not None:
-            files: list[Any] = [mx.load(str(f)) for f in sorted(self._split.glob("*.safetensors"))]
-            split = split_weights({name: w for file in files for name, w in file.items()})
+            split = split_weights(read_weights(self._split))
             coding = mlx_lm.utils.load_config(self._split).get("quantization")
             if coding is not None and "quantization_config" not in config:
                 # It is taken for modules alone whose weights have scales.
@@ -166,7 +166,7 @@ class HeadedReader(MlxLmReader):
 
         def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
             model_class, arguments = mlx_lm.utils._get_classes(config)
-            return with_head(model_class, head_cache, split), arguments
+            return with_head(model_class, kv_cache, head_cache, split), arguments
 
         model: nn.Module
         model, _ = mlx_lm.utils.load_model(
@@ -206,6 +206,28 @@ def head_cache() -> Any:
     """Return mlx-lm's cache of a multi-token head: keys and values, and one state."""
     caches = mlx_lm.models.cache
     return caches.CacheList(caches.KVCache(), caches.ArraysCache(1))
+
+
+def rope_of(
+    dim: int, theta: float, scaling: Mapping[str, Any] | None, max_positions: int
+) -> nn.Module:
+    """Return mlx-lm's rotary position embedding of heads with `dim` values."""
+    form = None if scaling is None else dict(scaling)
+    rope: nn.Module = mlx_lm.models.rope_utils.initialize_rope(
+        dim, theta, False, form, max_positions
+    )
+    return rope
+
+
+def kv_cache() -> Any:
+    """Return mlx-lm's cache of a layer that reads all tokens."""
+    return mlx_lm.models.cache.KVCache()
+
+
+def read_weights(folder: Path) -> dict[str, mx.array]:
+    """Read the safetensors files of a folder, without evaluating them."""
+    files: list[Any] = [mx.load(str(file)) for file in sorted(folder.glob("*.safetensors"))]
+    return {name: weight for file in files for name, weight in file.items()}
 
 
 def read_text_side(folder: Path) -> tuple[TokenizerWrapper, dict[str, Any]]:

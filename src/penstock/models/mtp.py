@@ -14,20 +14,37 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from penstock.memory.heads import PREFIX, is_of_head
+from penstock.memory.heads import PREFIX, head_part, is_of_head
 
 _EXPERT = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(.+)")
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 """Suffixes of weights of all experts together."""
+_LAYER_HEADS = {
+    "glm4_moe": {
+        "eh_proj": "fc",
+        "enorm": "pre_fc_norm_embedding",
+        "hnorm": "pre_fc_norm_hidden",
+        "shared_head.norm": "norm",
+    },
+    "mimo": {
+        "input_proj": "fc",
+        "token_layernorm": "pre_fc_norm_embedding",
+        "hidden_layernorm": "pre_fc_norm_hidden",
+        "final_layernorm": "norm",
+    },
+}
+"""Names of heads that are published as a further layer, by model type, and those used here."""
 
 
 class MultiTokenHead(nn.Module):
-    """Multi-token prediction (MTP) head of the Qwen3.5 and Qwen3-Next families."""
+    """Multi-token prediction (MTP) head: two norms, a matrix and a layer of the model's class."""
 
     def __init__(self, text: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -36,8 +53,7 @@ class MultiTokenHead(nn.Module):
         self.fc = nn.Linear(2 * width, width, bias=False)
         self.pre_fc_norm_embedding = nn.RMSNorm(width, eps=eps)
         self.pre_fc_norm_hidden = nn.RMSNorm(width, eps=eps)
-        attends = args.full_attention_interval - 1  # number of the first layer that does
-        self.layers = [type(text.model.layers[0])(args, attends)]
+        self.layers = [_layer_of(text)]
         self.norm = nn.RMSNorm(width, eps=eps)
 
     def __call__(self, embedded: mx.array, hidden: mx.array, kv: Any) -> mx.array:
@@ -59,6 +75,7 @@ class MultiTokenHead(nn.Module):
 
 def with_head(
     model_class: type[Any],
+    make_kv: Callable[[], Any],
     make_cache: Callable[[], Any],
     split: Mapping[str, mx.array] | None = None,
 ) -> type[nn.Module]:
@@ -66,63 +83,101 @@ def with_head(
 
     Args:
         model_class: class of a type in `memory.heads.HEADED_TYPES`.
+        make_kv: makes mlx-lm's cache of a layer that reads all tokens.
         make_cache: makes mlx-lm's cache of the head: keys and values, and one state.
         split: weights of a head from a folder of its own; None for those of the checkpoint.
     """
 
     class HeadedModel(model_class):  # type: ignore[misc]
+        states_by_token = True
+
         def __init__(self, args: Any) -> None:
             super().__init__(args)
-            self.mtp = MultiTokenHead(_text(self))
+            self.mtp = MultiTokenHead(text_model(self))
 
         def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-            text = _text(self)
+            text = text_model(self)
             if cache is None:
-                return _logits(text, text.model(inputs))
+                return logits_of(text, text.model(inputs))
             *caches, (kv, state) = cache
             hidden = text.model(inputs, caches)
             before = state[0]
             if before is None:
                 before = mx.zeros_like(hidden[:, :1])
-            if state.lengths is None:
+            if getattr(state, "by_token", False):
+                state[0] = hidden
+            elif state.lengths is None:
                 state[0] = hidden[:, -1:]
             else:
                 state[0] = mx.take_along_axis(hidden, (state.lengths - 1)[:, None, None], axis=1)
             # Of the head only keys and values are kept; the rest is never evaluated.
             previous = mx.concatenate([before, hidden[:, :-1]], axis=1)
             self.mtp(text.model.embed_tokens(inputs), previous, kv)
-            return _logits(text, hidden)
+            return logits_of(text, hidden)
 
         def predict(self, tokens: mx.array, hidden: mx.array, kv: Any) -> tuple[mx.array, mx.array]:
             """Return the head's logits and its hidden states after tokens, (b, n, ...)."""
-            text = _text(self)
+            text = text_model(self)
             hidden = self.mtp(text.model.embed_tokens(tokens), hidden, kv)
-            return _logits(text, hidden), hidden
+            return logits_of(text, hidden), hidden
 
         def make_cache(self) -> list[Any]:
-            return [*super().make_cache(), make_cache()]
+            return [*caches_of(self, super(), make_kv), make_cache()]
 
         def sanitize(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-            rest = {name: weight for name, weight in weights.items() if not is_of_head(name)}
-            raw = any("conv1d.weight" in name and w.shape[-1] != 1 for name, w in rest.items())
-            head = {name: weight for name, weight in weights.items() if name not in rest}
-            head = head_weights(head, raw=raw) if split is None else dict(split)
+            args = text_model(self).args
+            config = vars(args)
+            rest = {n: weight for n, weight in weights.items() if not is_of_head(n, config)}
+            parts = {n: head_part(n, config) for n in weights}
+            own = {part: weights[n] for n, part in parts.items() if part is not None}
+            if split is not None:
+                head = dict(split)
+            elif args.model_type in _LAYER_HEADS:
+                head = layer_head_weights(model_class, args, own)
+            else:
+                raw = any("conv1d.weight" in n and w.shape[-1] != 1 for n, w in rest.items())
+                head = head_weights(own, raw=raw)
             return {**super().sanitize(rest), **head}
 
     return HeadedModel
 
 
-def head_weights(weights: Mapping[str, mx.array], *, raw: bool) -> dict[str, mx.array]:
-    """Return the weights of a head under the names of `HeadedModel`.
+def layer_head_weights(
+    model_class: type[Any], args: Any, weights: Mapping[str, mx.array]
+) -> dict[str, mx.array]:
+    """Return the weights of a head of GLM 4.5 or MiMo under the names of `HeadedModel`.
+
+    The model's class converts them as those of its first layer.
 
     Args:
-        weights: weights of a checkpoint, whose names may have a prefix.
+        args: arguments of the model.
+        weights: weights of a checkpoint by `head_part`.
+    """
+    first = "model.layers.0."
+    alone = SimpleNamespace(args=replace(args, num_hidden_layers=1))
+    layer = model_class.sanitize(alone, {first + part: w for part, w in weights.items()})
+    named: dict[str, mx.array] = {}
+    for name, weight in layer.items():
+        part = name.removeprefix(first)
+        stem, _, last = part.rpartition(".")
+        if stem == "input_proj":  # MiMo's takes the hidden state first
+            weight = mx.concatenate([*mx.split(weight, 2, axis=-1)][::-1], axis=-1)
+        own = _LAYER_HEADS[args.model_type].get(stem)
+        named[f"{PREFIX}layers.0.{part}" if own is None else f"{PREFIX}{own}.{last}"] = weight
+    return named
+
+
+def head_weights(weights: Mapping[str, mx.array], *, raw: bool) -> dict[str, mx.array]:
+    """Return the weights of a head of Qwen's families under the names of `HeadedModel`.
+
+    Args:
+        weights: weights of a checkpoint by `head_part`.
         raw: whether they are as trained: norms multiply by 1 + weight.
     """
     named: dict[str, mx.array] = {}
     experts: dict[str, dict[int, mx.array]] = {}
-    for full_name, weight in weights.items():
-        name = full_name[full_name.index(PREFIX) :]
+    for part, weight in weights.items():
+        name = PREFIX + part
         if match := _EXPERT.fullmatch(name):
             key = f"{match[1]}.switch_mlp.{match[3]}"
             experts.setdefault(key, {})[int(match[2])] = weight
@@ -142,15 +197,40 @@ def head_weights(weights: Mapping[str, mx.array], *, raw: bool) -> dict[str, mx.
 
 def split_weights(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
     """Return weights of a folder with a head alone under the names of `HeadedModel`."""
-    return {name if is_of_head(name) else PREFIX + name: w for name, w in weights.items()}
+    return {PREFIX + name.removeprefix(PREFIX): w for name, w in weights.items()}
 
 
-def _text(model: Any) -> Any:
+def _layer_of(text: Any) -> Any:
+    """Make the layer of a head, of the class of the model's layers with attention."""
+    args, kind = text.args, type(text.model.layers[-1])
+    if args.model_type == "mimo":
+        return kind(args)
+    interval = getattr(args, "full_attention_interval", None)
+    if interval is None:
+        return kind(args, args.num_hidden_layers)
+    return type(text.model.layers[0])(args, interval - 1)  # number of the first that attends
+
+
+def caches_of(model: Any, parent: Any, make_kv: Callable[[], Any]) -> list[Any]:
+    """Return the caches of a model without those of its head or drafter.
+
+    Args:
+        parent: `super()` of the model, which may have `make_cache`.
+        make_kv: makes mlx-lm's cache of a layer that reads all tokens.
+    """
+    if hasattr(parent, "make_cache"):
+        caches: list[Any] = parent.make_cache()
+        return caches
+    return [make_kv() for _ in model.layers]
+
+
+def text_model(model: Any) -> Any:
     """Return the part of a model that has the layers and the output layer."""
     return getattr(model, "language_model", model)
 
 
-def _logits(text: Any, hidden: mx.array) -> mx.array:
+def logits_of(text: Any, hidden: mx.array) -> mx.array:
+    """Apply the output layer of a text model to normed hidden states, (b, n, vocabulary)."""
     head = text.lm_head if "lm_head" in text else text.model.embed_tokens.as_linear
     logits: mx.array = head(hidden)
     return logits

@@ -10,6 +10,7 @@ from typing import Any
 from penstock.config import ModelSource
 from penstock.errors import ModelError
 from penstock.extensions import extension
+from penstock.memory.heads import drafter_spec
 from penstock.memory.reading import has_float8_blocks, has_tensor
 from penstock.models.encoder_types import ENCODER_NOTE, is_encoder
 from penstock.models.mlx_lm import MlxLmReader, ModelReader
@@ -39,7 +40,7 @@ def choose_source(source: str, asked: ModelSource = "auto") -> tuple[SourceChoic
         ModelError: mlx-vlm is needed but not installed, or does not support the model type; or the
             folder has no language model, but a drafter that needs hidden states of one.
     """
-    _refuse_drafter(source)
+    refuse_drafter(source)
     mlx_lm = MlxLmReader()
     if asked == "mlx-lm":
         return SourceChoice("mlx-lm", "--model-source"), mlx_lm
@@ -76,17 +77,27 @@ def choose_source(source: str, asked: ModelSource = "auto") -> tuple[SourceChoic
     return SourceChoice("mlx-vlm", lacks), mlx_vlm
 
 
-def _refuse_drafter(source: str) -> None:
+def refuse_drafter(source: str) -> None:
+    """Raise ModelError if a folder or name is that of a drafter, which is no language model."""
     config = _config(source)
     classes = config.get("architectures")
     names = [config.get("model_type"), *(classes if isinstance(classes, list) else ())]
     drafter = next((str(name) for name in names if _DRAFTER.search(str(name))), None)
     if drafter is not None:
+        takes = "language models with the same tokenizer, mtp, and drafters of DFlash and EAGLE-3"
+        if _is_supported(config):
+            takes = "it beside its model, once it is on this machine (penstock pull)"
         raise ModelError(
             f"{source} is no language model but a drafter ({drafter[:64]}), which reads hidden "
-            f"states of another; --draft-model takes a language model with the same tokenizer, or "
-            f"mtp"
+            f"states of another; --draft-model takes {takes}"
         )
+
+
+def _is_supported(config: dict[str, Any]) -> bool:
+    try:
+        return drafter_spec(config, "") is not None
+    except ModelError:
+        return False
 
 
 def _image_reader(source: str) -> ModelReader | None:

@@ -173,12 +173,12 @@ def test_draft_cost_limits_number_of_proposed_tokens(monkeypatch: pytest.MonkeyP
         costs.add(1, 0, 1.0)
     assert costs.best(hoped, 1)[0] == 16, "not known yet"
     for _ in range(LEAST_SAMPLES):
-        costs.add_draft(1, 0.2)
+        costs.add_draft(1, 1, 0.2)
     assert 1 <= costs.best(hoped, 1)[0] < 16
     assert costs.best(hoped, 0)[0] == 16, "the same for nothing"
     assert costs.best(hoped, 1)[1] < costs.best(hoped, 0)[1]
     for _ in range(9):
-        costs.add_draft(1, 1.0)
+        costs.add_draft(1, 1, 1.0)
     assert costs.best(hoped, 1) == (0, 1.0)
 
 

@@ -32,6 +32,7 @@ class Draft:
     """Draft model, its prefix tree, and its KV of the running sequences. Engine thread only."""
 
     proposes = True
+    drafts_at_once = False
 
     def __init__(
         self,
@@ -274,8 +275,12 @@ class Draft:
 
 
 class NoDraft:
+    """Proposes nothing; base of what proposes without a model of its own."""
+
     fixed_bytes = used_bytes = held_bytes = 0
     proposes = False
+    drafts_at_once = False
+    """Whether all tokens of a proposal are drafted in one pass, instead of one each."""
 
     def check(self) -> None: ...
     def close(self) -> None: ...

@@ -1,9 +1,10 @@
-"""Choice of what drafts tokens: nothing, the model's multi-token head, or a draft model."""
+"""Choice of what drafts tokens: nothing, a head or drafter of the model, or a draft model."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from penstock.engine.draft.block_draft import BlockDraft
 from penstock.engine.draft.draft import Draft, NoDraft
 from penstock.engine.draft.draft_parts import DRAFT_SETTING, open_draft_model
 from penstock.engine.draft.head_draft import HeadDraft
@@ -35,9 +36,11 @@ def open_draft(source: Any, tokenizer: Any, base: Foundation, stores: KVStores) 
         return NoDraft()
     if head_of({"draft_model": source}) is None:
         return open_draft_model(source, tokenizer, base, stores)
+    if base.runner.block_tokens:
+        return BlockDraft(base.runner, base.tails)
     if not base.runner.predicts:
         raise SettingError(
-            f"{DRAFT_SETTING}: the model was loaded without a multi-token head; load it with "
-            f"mtp=True, or mtp=FOLDER"
+            f"{DRAFT_SETTING}: the model was loaded without a multi-token head or block drafter; "
+            f"load it with mtp=True, or mtp=FOLDER"
         )
     return HeadDraft(base.runner, base.tails)

@@ -23,7 +23,7 @@ from penstock.attention.attention_backend import (
 from penstock.attention.attention_plan import DecodeRow
 from penstock.attention.chunk_reads import ChunkReads, mixed_reads
 from penstock.attention.joined_reads import JoinedReads
-from penstock.attention.reads import DecodeReads, decode_reads
+from penstock.attention.reads import DecodeReads, DraftedBlockReads, decode_reads
 from penstock.attention.selection.selection import READ_ALL
 from penstock.attention.span_attention import ALL_TOKENS, AttentionWindow
 from penstock.engine.model.model_probe import Way, step_token_bytes, try_model, weight_bytes
@@ -162,6 +162,8 @@ class Runner:
             self.layout.attention_windows
         )  # unbounded during the self-test
         self._state_bytes = 0
+        self.states_by_token = False
+        """Whether a decode step gives states after each of its tokens, see `RecurrentState.at`."""
         self.state_form = NO_STATES
         self.ways: AttentionWays = PlainOperations()
         self.selection = READ_ALL
@@ -191,6 +193,7 @@ class Runner:
             if isinstance(keys, mx.array) and isinstance(values, mx.array)
         )
         self._state_bytes = max(map(nbytes, states))
+        self.states_by_token = len(states[-1]) == 1 and hasattr(self.model, "states_by_token")
         self.state_form = StateForm.of(states[-1])
 
     def weight_bytes(self) -> int:
@@ -311,6 +314,9 @@ class Runner:
             else None
         )
         caches, kept = self.layout.caches(decode_reads(step, self.attention_windows), states)
+        if self.states_by_token and len(tokens[0]) > 1:
+            for cache in kept:
+                cache.by_token = True
         if lengths is not None:
             for cache in kept:
                 cache.lengths = mx.array(list(lengths))  # one each, as a layer counts it down
@@ -345,6 +351,41 @@ class Runner:
         with decoding(self.device), adapted([row.adapter for row in rows]):
             logits, after = self.model.predict(mx.array(list(tokens))[:, None], hidden, reads)
         return logits[:, 0], after
+
+    @property
+    def block_tokens(self) -> int:
+        """Number of tokens of a block of the model's drafter; 0 without one.
+
+        The drafter's KV is that of the last layers.
+        """
+        return int(getattr(self.model, "block_tokens", 0))
+
+    def predict_block(
+        self, tokens: Sequence[int], width: int, rows: Sequence[DecodeRow], tails: Tails
+    ) -> mx.array:
+        """Predict the next `width - 1` tokens of each row by the block drafter, at once.
+
+        Returns logits, (rows, width - 1, vocabulary); nothing is evaluated. The block's keys and
+        values are written into the rows' tails.
+
+        Args:
+            tokens: the next token of each row.
+            width: number of tokens of the block, at most `block_tokens`.
+            rows: rows in the order of `in_order`, with `width` free columns in their tails.
+        """
+        tails.ready()
+        written = self._decode_step(rows, tails, width)
+        seen = [row.ahead(width - 1) for row in rows for _ in range(width)]
+        read = self._decode_step(seen, tails, 1)
+        caches = [
+            DraftedBlockReads(written, read, layer, attention_window)
+            for layer, attention_window in enumerate(self.attention_windows)
+        ]
+        with decoding(self.device), adapted([row.adapter for row in rows]):
+            logits: mx.array = self.model.predict_block(
+                mx.array(list(tokens))[:, None], width, caches
+            )
+        return logits
 
     def _decode_step(self, rows: Sequence[DecodeRow], tails: Tails, width: int) -> DecodeStep:
         ways = self.ways, self.selection, self.most_joined

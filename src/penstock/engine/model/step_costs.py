@@ -41,7 +41,14 @@ class _WidthTimes:
 
 
 class StepCosts:
-    def __init__(self) -> None:
+    """Measured times of one engine.
+
+    Args:
+        drafts_at_once: whether all tokens of a proposal are drafted in one pass.
+    """
+
+    def __init__(self, *, drafts_at_once: bool = False) -> None:
+        self._drafts_at_once = drafts_at_once
         self._times: dict[tuple[int, int], _WidthTimes] = {}
         self._steps = 0
 
@@ -71,8 +78,12 @@ class StepCosts:
         proposed_seconds = next((seconds for seconds in known if seconds is not None), None)
         return 1.0 if alone is None or proposed_seconds is None else proposed_seconds / alone
 
-    def add_draft(self, rows: int, seconds: float) -> None:
-        self._add(rows, DRAFT_PASS, seconds)
+    def add_draft(self, rows: int, tokens: int, seconds: float) -> None:
+        """Add the time in which `tokens` tokens were drafted for each row."""
+        self._add(rows, DRAFT_PASS, seconds / self._passes(tokens))
+
+    def _passes(self, tokens: int) -> int:
+        return 1 if self._drafts_at_once else tokens
 
     def draft_ratio(self, rows: int, drafted_rows: int, tokens: int) -> float:
         """Return the time of drafting `tokens` tokens relative to a step without proposals.
@@ -80,7 +91,7 @@ class StepCosts:
         0 until both times have been measured.
         """
         alone, drafting = self._seconds(rows, 0), self._seconds(drafted_rows, DRAFT_PASS)
-        return 0.0 if alone is None or drafting is None else tokens * drafting / alone
+        return 0.0 if alone is None or drafting is None else self._passes(tokens) * drafting / alone
 
     def saved_seconds(self, rows: int, speed: float) -> float:
         """Return the seconds saved per token of a row at the relative speed `speed`."""

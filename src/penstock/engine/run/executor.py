@@ -314,12 +314,17 @@ class ModelExecutor:
     ) -> list[RecurrentState | None]:
         """Return each row's recurrent states after its accepted tokens.
 
-        States cannot be rolled back: after a rejection, the accepted tokens are recomputed from the
-        state before the step. All rows are computed in one pass if states skip padding, else those
-        with equally many tokens.
+        Most states cannot be rolled back: after a rejection, the accepted tokens are recomputed
+        from the state before the step. All rows are computed in one pass if states skip padding,
+        else those with equally many tokens.
         """
         states: list[RecurrentState | None] = list(decoded.recurrent_states)
         counts = [0 if isinstance(of, Exception) else len(of) for of in chosen]
+        if self._runner.states_by_token and len(new[0]) > 1:
+            return [
+                state.at(count - 1) if count else None
+                for state, count in zip(decoded.recurrent_states, counts, strict=True)
+            ]
         rejected: dict[int, list[int]] = {}
         for row, count in enumerate(counts):
             if 0 < count < len(new[row]):

@@ -48,7 +48,7 @@ class Speculator:
         self._stores = stores
         self._counters = stores.counters
         self._block_size = stores.block_size
-        self._costs = StepCosts()
+        self._costs = StepCosts(drafts_at_once=draft.drafts_at_once)
         self._shared = SharedText() if limit else SharedText(0)
         self._draft = draft
         self._draft_share = RunningMean(FIRST_SHARE)
@@ -142,8 +142,7 @@ class Speculator:
         started = time.perf_counter()
         drafts = self._draft.draft(sequences, limits)
         if longest := max(map(len, drafts), default=0):
-            seconds = time.perf_counter() - started
-            self._costs.add_draft(len(sequences), seconds / longest)
+            self._costs.add_draft(len(sequences), longest, time.perf_counter() - started)
         return drafts
 
     def _judge_draft(self, proposed: int, right: int) -> None:

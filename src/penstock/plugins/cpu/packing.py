@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -92,7 +93,8 @@ def kv_dtype(model: nn.Module) -> mx.Dtype | None:
     Keys and values then have a relative error of 2^-12, and activations one of 2^-16.
     """
     layers = getattr(model, "layers", None) or []
-    return mx.float16 if _in_turn(model) == [layers] and all(map(_halves, layers)) else None
+    together = [layer for run in _in_turn(model) for layer in run]
+    return mx.float16 if together == layers and all(map(_halves, layers)) else None
 
 
 def planned_kv_dtype(spec: ModelSpec, config: Mapping[str, Any]) -> str | None:
@@ -121,11 +123,18 @@ def _read_part(read: Callable[[str], None], name: str, part: str) -> None:
 
 
 def _in_turn(model: nn.Module) -> list[list[PackedDecoderLayer]]:
-    """Return lists of packed layers to compute in one job: one list of all, or one per layer."""
+    """Return lists of packed layers to compute in one job.
+
+    If all layers are able, a list ends with each layer whose output a drafter reads, and with the
+    last; otherwise each layer is a list.
+    """
     layers = getattr(model, "layers", None) or []
     packed = [layer for layer in layers if isinstance(layer, PackedDecoderLayer)]
     able = [layer for layer in packed if layer.attends_together]
-    return [able] if able and len(able) == len(layers) else [[layer] for layer in able]
+    if not able or len(able) < len(layers):
+        return [[layer] for layer in able]
+    ends = sorted({*(number + 1 for number in getattr(model, "read_layers", ())), len(layers)})
+    return [layers[start:end] for start, end in pairwise([0, *ends])]
 
 
 def _packed(name: str, module: Any, *, exact: bool) -> nn.Module:
