@@ -177,8 +177,8 @@ class JoinedReads:
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return the last result of `update_and_fetch`, which later layers of some models reuse."""
         if self.tail is not None:
-            tails, slot, used = self.tail
-            new = tails.read_block(self.layer, slot, 1, used + 1)
+            (tails, slot, used), count = self.tail, 1 if self.keys is None else self.keys.shape[2]
+            new = tails.read_block(self.layer, slot, 1, used + count)
         else:
             assert self.keys is not None and self.values is not None
             new = self.keys, self.values

@@ -82,7 +82,11 @@ class ProbedRunner(Protocol):
     ) -> ProbedChunk: ...
 
     def decode_joined(
-        self, token: int, row: DecodeRow, tails: Tails, recurrent_state: RecurrentState | None
+        self,
+        tokens: Sequence[int],
+        row: DecodeRow,
+        tails: Tails,
+        recurrent_state: RecurrentState | None,
     ) -> tuple[mx.array, States]: ...
 
     def fresh_state(self) -> RecurrentState: ...
@@ -225,7 +229,7 @@ def _decoded(
     if way == "joined":
         inputs = zip(tokens, rows, recurrent_states, strict=True)
         row_logits = [
-            runner.decode_joined(token, row, tails, recurrent_state)[0]
+            runner.decode_joined([token], row, tails, recurrent_state)[0][:, -1]
             for token, row, recurrent_state in inputs
         ]
         return mx.concatenate(row_logits)

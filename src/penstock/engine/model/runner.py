@@ -226,11 +226,9 @@ class Runner:
 
     @property
     def takes_several(self) -> bool:
-        """Whether a decode step can process several tokens per row.
-
-        The masks of joined keys support only a single token.
-        """
-        return self.fitness.way == "shared"
+        """Whether a decode step can process several tokens per row."""
+        apart = self.layout.compresses or self.fitness.whole
+        return self.fitness.way == "shared" or not apart
 
     @property
     def keeps(self) -> list[str]:
@@ -297,14 +295,14 @@ class Runner:
         tails.ready()
         if self.fitness.way == "joined":
             outputs = [
-                self.decode_joined(only, row, tails, recurrent_state)
-                for (only,), row, recurrent_state in zip(
+                self.decode_joined(new, row, tails, recurrent_state)
+                for new, row, recurrent_state in zip(
                     tokens, rows, recurrent_states or [None] * len(rows), strict=True
                 )
             ]
             compresses = self.layout.compresses
             return DecodeOutput(
-                mx.concatenate([logits for logits, _ in outputs])[:, None],
+                mx.concatenate([logits for logits, _ in outputs]),
                 [RecurrentState(states, exclusive=compresses) for _, states in outputs],
             )
         step = self._decode_step(rows, tails, len(tokens[0]))
@@ -345,12 +343,28 @@ class Runner:
             rows: rows in the order of `in_order`, with a free column in their tails.
         """
         tails.ready()
+        if self.fitness.way == "joined":
+            by_row = [
+                self._predict_joined(token, hidden[i : i + 1], row, tails)
+                for i, (token, row) in enumerate(zip(tokens, rows, strict=True))
+            ]
+            logits, after = (mx.concatenate(list(side)) for side in zip(*by_row, strict=True))
+            return logits[:, 0], after
         layer = len(self.attention_windows) - 1
         step = self._decode_step(rows, tails, 1)
         reads = DecodeReads(step, layer, self.attention_windows[layer])
         with decoding(self.device), adapted([row.adapter for row in rows]):
             logits, after = self.model.predict(mx.array(list(tokens))[:, None], hidden, reads)
         return logits[:, 0], after
+
+    def _predict_joined(
+        self, token: int, hidden: mx.array, row: DecodeRow, tails: Tails
+    ) -> tuple[mx.array, mx.array]:
+        reads = self._joined_reads(row.parts, row.position, (tails, row.slot, row.tail))
+        with adapted([row.adapter]):
+            logits, after = self.model.predict(mx.array([[token]]), hidden, reads[-1])
+        mx.eval(logits, after)  # one sequence at a time, to bound memory
+        return logits, after
 
     @property
     def block_tokens(self) -> int:
@@ -654,12 +668,21 @@ class Runner:
         ]
 
     def decode_joined(
-        self, token: int, row: DecodeRow, tails: Tails, recurrent_state: RecurrentState | None
+        self,
+        tokens: Sequence[int],
+        row: DecodeRow,
+        tails: Tails,
+        recurrent_state: RecurrentState | None,
     ) -> tuple[mx.array, States]:
+        """Compute new tokens of one row: logits (1, tokens, vocabulary), and states after them."""
         reads = self._joined_reads(row.parts, row.position, (tails, row.slot, row.tail))
         caches, kept = self.layout.caches(reads, _row(recurrent_state), row.position)
+        if self.states_by_token and len(tokens) > 1:
+            for cache in kept:
+                cache.by_token = True
+        more = self._arguments([row], len(tokens))
         with adapted([row.adapter]):
-            logits = self.last_logits([[token]], caches, self._arguments([row], 1))
+            logits = self.model(mx.array([list(tokens)]), cache=caches, **more)
         if not self.layout.compresses:
             if seam.is_stage(self.model):  # stages exchange rows in order
                 mx.eval(logits)
