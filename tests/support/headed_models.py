@@ -19,14 +19,17 @@ from penstock.models.mtp import with_head
 from penstock.recall import MODEL_PATH
 
 QWEN = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-FAMILIES = (*QWEN, "glm4_moe", "mimo")
+FAMILIES = (*QWEN, "deepseek_v3", "glm4_moe", "glm4_moe_lite", "mimo")
+_LAYER = {
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head.norm",
+}
 _PUBLISHED = {
-    "glm4_moe": {
-        "fc": "eh_proj",
-        "pre_fc_norm_embedding": "enorm",
-        "pre_fc_norm_hidden": "hnorm",
-        "norm": "shared_head.norm",
-    },
+    "deepseek_v3": _LAYER,
+    "glm4_moe": _LAYER,
+    "glm4_moe_lite": _LAYER,
     "mimo": {
         "fc": "input_proj",
         "pre_fc_norm_embedding": "token_layernorm",
@@ -117,6 +120,7 @@ def write_published(
         weights[f"{prefix}embed_tokens.weight"] = mx.zeros((2, 2))
         weights[f"{prefix}shared_head.head.weight"] = mx.zeros((2, 2))
     weights = _experts_as_published(weights, fused=family == "qwen3_5_moe")
+    weights = _latents_as_published(weights)
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     arguments = tiny_families.arguments_of(family)
     config = dataclasses.asdict(text.args) | {"model_type": family, "eos_token_id": 2}
@@ -153,19 +157,30 @@ def write_split(family: str, folder: Path, *, bits: int | None = None) -> Path:
 
 def _as_layer(family: str, name: str, weight: mx.array) -> tuple[str, mx.array]:
     """Return name and form of a head's weight as a part of a further layer."""
-    prefix = {"glm4_moe": f"model.layers.{tiny_families.LAYERS}.", "mimo": "model.mtp_layers.0."}
+    prefix = "model.mtp_layers.0." if family == "mimo" else f"model.layers.{tiny_families.LAYERS}."
     stem, _, last = name.removeprefix("mtp.").rpartition(".")
     if family == "mimo" and stem == "fc":  # the hidden state comes first
         half = weight.shape[1] // 2
         weight = mx.concatenate([weight[:, half:], weight[:, :half]], axis=1)
     part = _PUBLISHED[family].get(stem, stem.removeprefix("layers.0."))
-    return f"{prefix[family]}{part}.{last}", weight
+    return f"{prefix}{part}.{last}", weight
 
 
 def _is_shifted(name: str) -> bool:
     return name.startswith("mtp.") or bool(
         re.search(r"(input_layernorm|post_attention_layernorm|model\.norm|[qk]_norm)\.weight", name)
     )
+
+
+def _latents_as_published(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Join the two matrices that latent attention is split into, per head."""
+    published = {n: w for n, w in weights.items() if ".embed_q." not in n and ".unembed_" not in n}
+    for name, keys in weights.items():
+        if name.endswith(".embed_q.weight"):
+            stem = name.removesuffix(".embed_q.weight")
+            both = [keys.swapaxes(1, 2), weights[f"{stem}.unembed_out.weight"]]
+            published[f"{stem}.kv_b_proj.weight"] = mx.concatenate(both, axis=1).flatten(0, 1)
+    return published
 
 
 def _experts_as_published(weights: dict[str, mx.array], *, fused: bool) -> dict[str, mx.array]:

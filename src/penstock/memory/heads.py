@@ -10,7 +10,9 @@ from typing import Any, TypeAlias
 
 from penstock.errors import ModelError
 
-HEADED_TYPES = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_next", "glm4_moe", "mimo"})
+LAYER_HEADED = frozenset({"deepseek_v3", "glm4_moe", "glm4_moe_lite"})
+"""Model types whose heads are published as the layer after the last."""
+HEADED_TYPES = LAYER_HEADED | {"mimo", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
 """Model types whose heads are read."""
 SPLIT_TYPES = frozenset({"qwen3_5_mtp"})
 """Model types of folders that have a head alone, as mlx-vlm splits them off."""
@@ -195,8 +197,8 @@ def is_of_head(name: str, config: Mapping[str, Any]) -> bool:
     True
     """
     kind = config.get("model_type")
-    if kind == "glm4_moe":
-        return name.startswith(_glm_prefix(config))
+    if kind in LAYER_HEADED:
+        return name.startswith(_layer_prefix(config))
     return name.startswith(_MIMO_HEADS) if kind == "mimo" else _HEAD.search(name) is not None
 
 
@@ -209,15 +211,15 @@ def head_part(name: str, config: Mapping[str, Any]) -> str | None:
     'input_proj.weight'
     """
     kind = config.get("model_type")
-    if kind in ("glm4_moe", "mimo"):
-        prefix = _glm_prefix(config) if kind == "glm4_moe" else f"{_MIMO_HEADS}0."
+    if kind in LAYER_HEADED or kind == "mimo":
+        prefix = f"{_MIMO_HEADS}0." if kind == "mimo" else _layer_prefix(config)
         part = name.removeprefix(prefix) if name.startswith(prefix) else None
         return None if part is None or part.startswith(_SHARED) else part
     match = _HEAD.search(name)
     return None if match is None else match[1]
 
 
-def _glm_prefix(config: Mapping[str, Any]) -> str:
+def _layer_prefix(config: Mapping[str, Any]) -> str:
     return f"model.layers.{config.get('num_hidden_layers')}."
 
 

@@ -76,7 +76,8 @@ def read_model_spec(
     elif mtp is not None:
         if model_type not in HEADED_TYPES or not has_head(mtp):
             raise no_head(mtp)
-        layers.append(c.full(state_bytes=c.hidden * c.scalar_bytes))
+        full = next(layer for layer in reversed(layers) if layer.kind == "full")
+        layers.append(replace(full, state_bytes=c.hidden * c.scalar_bytes))
     elif model_type in HEADED_TYPES and folder is not None and has_head(folder):
         notes.append("the weights of its multi-token head are left out without --draft-model mtp")
 

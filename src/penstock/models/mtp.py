@@ -21,26 +21,24 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from penstock.memory.heads import PREFIX, head_part, is_of_head
+from penstock.memory.heads import LAYER_HEADED, PREFIX, head_part, is_of_head
 
 _EXPERT = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(.+)")
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 """Suffixes of weights of all experts together."""
-_LAYER_HEADS = {
-    "glm4_moe": {
-        "eh_proj": "fc",
-        "enorm": "pre_fc_norm_embedding",
-        "hnorm": "pre_fc_norm_hidden",
-        "shared_head.norm": "norm",
-    },
-    "mimo": {
-        "input_proj": "fc",
-        "token_layernorm": "pre_fc_norm_embedding",
-        "hidden_layernorm": "pre_fc_norm_hidden",
-        "final_layernorm": "norm",
-    },
+_LAYER_PARTS = {
+    "eh_proj": "fc",
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "shared_head.norm": "norm",
+    "input_proj": "fc",
+    "token_layernorm": "pre_fc_norm_embedding",
+    "hidden_layernorm": "pre_fc_norm_hidden",
+    "final_layernorm": "norm",
 }
-"""Names of heads that are published as a further layer, by model type, and those used here."""
+"""Names of parts of heads that are published as a further layer, and those used here."""
+_MASKED_TYPES = ("deepseek_v3", "glm4_moe_lite")
+"""Model types whose layers compute with masks, which must be arrays."""
 
 
 class MultiTokenHead(nn.Module):
@@ -54,6 +52,7 @@ class MultiTokenHead(nn.Module):
         self.pre_fc_norm_embedding = nn.RMSNorm(width, eps=eps)
         self.pre_fc_norm_hidden = nn.RMSNorm(width, eps=eps)
         self.layers = [_layer_of(text)]
+        self._masked = args.model_type in _MASKED_TYPES
         self.norm = nn.RMSNorm(width, eps=eps)
 
     def __call__(self, embedded: mx.array, hidden: mx.array, kv: Any) -> mx.array:
@@ -66,7 +65,7 @@ class MultiTokenHead(nn.Module):
         """
         parts = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)]
         x = self.fc(mx.concatenate(parts, axis=-1))
-        mask = kv.make_mask(x.shape[1], return_array=False, window_size=None)
+        mask = kv.make_mask(x.shape[1], return_array=self._masked, window_size=None)
         for layer in self.layers:
             x = layer(x, mask, kv)
         normed: mx.array = self.norm(x)
@@ -132,7 +131,7 @@ def with_head(
             own = {part: weights[n] for n, part in parts.items() if part is not None}
             if split is not None:
                 head = dict(split)
-            elif args.model_type in _LAYER_HEADS:
+            elif args.model_type in LAYER_HEADED or args.model_type == "mimo":
                 head = layer_head_weights(model_class, args, own)
             else:
                 raw = any("conv1d.weight" in n and w.shape[-1] != 1 for n, w in rest.items())
@@ -145,7 +144,7 @@ def with_head(
 def layer_head_weights(
     model_class: type[Any], args: Any, weights: Mapping[str, mx.array]
 ) -> dict[str, mx.array]:
-    """Return the weights of a head of GLM 4.5 or MiMo under the names of `HeadedModel`.
+    """Return the weights of a head of DeepSeek V3, GLM or MiMo under the names of `HeadedModel`.
 
     The model's class converts them as those of its first layer.
 
@@ -162,7 +161,7 @@ def layer_head_weights(
         stem, _, last = part.rpartition(".")
         if stem == "input_proj":  # MiMo's takes the hidden state first
             weight = mx.concatenate([*mx.split(weight, 2, axis=-1)][::-1], axis=-1)
-        own = _LAYER_HEADS[args.model_type].get(stem)
+        own = _LAYER_PARTS.get(stem)
         named[f"{PREFIX}layers.0.{part}" if own is None else f"{PREFIX}{own}.{last}"] = weight
     return named
 
