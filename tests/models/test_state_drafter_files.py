@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from drafted_models import (
     write_drafter,
     write_model,
 )
+from gguf_files import small_file
 
 from penstock import memory
+from penstock.cli.planned_spec import read_spec
 from penstock.engine.core import Core
 from penstock.errors import ModelError, SettingError
 from penstock.models.fingerprint import fingerprint
@@ -122,7 +126,9 @@ def test_speculators_form_of_eagle_is_read(tmp_path: Path) -> None:
         ("eagle", {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}, "no valid 'id': 0"),
         ("eagle", {"num_hidden_layers": 2}, "several layers"),
         ("eagle", {"target_hidden_size": 128}, "another width"),
-        ("eagle", {"rms_norm_eps": None}, "no valid"),
+        ("eagle", {"rms_norm_eps": None}, "no valid 'rms_norm_eps'"),
+        ("eagle", {"rope_theta": 10**400}, "no valid 'rope_theta'"),
+        ("block", {"head_dim": True}, "no valid 'head_dim': True"),
     ],
 )
 def test_drafter_that_does_not_fit_is_one_line(
@@ -133,6 +139,93 @@ def test_drafter_that_does_not_fit_is_one_line(
     with pytest.raises(ModelError, match=words) as raised:
         load(folder, mtp=drafter)
     assert "\n" not in str(raised.value)
+
+
+def changed_weights(folder: Path, **changes: mx.array) -> Path:
+    """Replace or add weights of a drafter's folder; `__` in a name stands for a point."""
+    file = str(folder / "model.safetensors")
+    weights: Any = mx.load(file)
+    weights = {name: mx.array(weight) for name, weight in weights.items()}
+    weights |= {name.replace("__", "."): weight for name, weight in changes.items()}
+    mx.eval(weights)
+    mx.save_safetensors(file, weights)
+    return folder
+
+
+def test_tokens_that_do_not_exist_are_refused(tmp_path: Path) -> None:
+    folder = write_model(FAMILY, "eagle", tmp_path / "model")
+    for number, offsets in enumerate((mx.full(40, 90), mx.full(40, -1))):
+        drafter = write_drafter(FAMILY, "eagle", tmp_path / f"drafter{number}")
+        with pytest.raises(ModelError, match="d2t names tokens that do not exist"):
+            load(folder, mtp=changed_weights(drafter, d2t=offsets))
+    form = {"mask_token_id": 96, "target_layer_ids": [1, 3]}
+    drafter = write_drafter(FAMILY, "block", tmp_path / "block", dflash_config=form)
+    with pytest.raises(ModelError, match="mask_token_id 96 is no token"):
+        load(folder, mtp=drafter)
+
+
+def test_offsets_of_whole_vocabulary_are_left_out(tmp_path: Path) -> None:
+    drafter = write_drafter(FAMILY, "eagle", tmp_path / "drafter", draft_vocab_size=96)
+    changed_weights(drafter, d2t=mx.zeros(96, mx.int64), lm_head__weight=mx.ones((96, 64)))
+    model, _ = load(write_model(FAMILY, "eagle", tmp_path / "model"), mtp=drafter)
+    assert model.drafter.lm_head.weight.shape == (96, 64) and "d2t" not in model.drafter
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafter_gets_dtype_of_model(kind: str, tmp_path: Path) -> None:
+    """Halves of two kinds multiply in float32."""
+    folder = write_model(FAMILY, kind, tmp_path / "model")
+    file = str(folder / "model.safetensors")
+    weights: Any = mx.load(file)
+    halves = {name: weight.astype(mx.bfloat16) for name, weight in weights.items()}
+    mx.eval(halves)
+    mx.save_safetensors(file, halves)
+    drafter = write_drafter(FAMILY, kind, tmp_path / "drafter")
+    model, _ = load(folder, weights_dtype="native", mtp=drafter)
+    kinds = {weight.dtype for name, weight in parameters(model) if "d2t" not in name}
+    assert kinds == {mx.bfloat16}
+    size = sum(weight.nbytes for _, weight in parameters(model))
+    spec = memory.read_model_spec(folder, mtp=drafter)
+    assert (spec.weight_bytes, spec.dtype) == (size, "bfloat16")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plan_without_weights_of_model_adds_those_of_drafter(kind: str, tmp_path: Path) -> None:
+    folder = write_model(FAMILY, kind, tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    drafter = write_drafter(FAMILY, kind, tmp_path / "drafter")
+    alone = memory.read_model_spec(folder).weight_bytes
+    both = memory.read_model_spec(folder, mtp=drafter)
+    assert alone and both.weight_bytes and both.weight_bytes > alone
+    assert "estimated" in both.weight_source
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loaded_class_keeps_no_weights_of_drafter(kind: str, tmp_path: Path) -> None:
+    """Converted weights would be held twice, and those of an unloaded model for ever."""
+    folder = write_model(FAMILY, kind, tmp_path / "model")
+    drafter = write_drafter(FAMILY, kind, tmp_path / "drafter")
+    loaded = load_all(folder, weights_dtype="native", mtp=drafter).model
+    size = sum(weight.nbytes for _, weight in parameters(loaded))
+    del loaded
+    gc.collect()
+    before = mx.get_active_memory()
+    models = [load_all(folder, weights_dtype="native", mtp=drafter).model for _ in range(2)]
+    assert mx.get_active_memory() - before < 2.2 * size
+    with closing(Core(models[0], memory_limit="80MB", draft_model="mtp")):
+        pass
+    models.clear()
+    gc.collect()
+    assert mx.get_active_memory() - before < 0.3 * size
+
+
+def test_gguf_file_takes_no_drafter(tmp_path: Path) -> None:
+    drafter = write_drafter(FAMILY, "block", tmp_path / "drafter")
+    file = small_file(tmp_path)
+    with pytest.raises(ModelError, match="beside model folders alone"):
+        load(file, mtp=drafter)
+    with pytest.raises(ModelError, match="beside model folders alone"):
+        read_spec(str(file), "auto", None, head=str(drafter))
 
 
 def test_drafter_without_weights_is_one_line(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from penstock.memory.heads import drafter_spec
 from penstock.models.drafted_reader import drafted_class
 from penstock.recall import MODEL_PATH
 
-FAMILIES = ("llama", "qwen3", "qwen3_moe", "gpt_oss", "qwen3_5")
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "gpt_oss", "qwen3_5", "deepseek_v3")
 UNTIED = FAMILIES[1:]
 """Families that `constant` can change."""
 KINDS = ("block", "eagle")
@@ -103,7 +103,7 @@ def parameters(model: Any) -> list[tuple[str, mx.array]]:
 def _built(family: str, kind: str, config: dict[str, Any]) -> Any:
     spec = drafter_spec(config, "a drafter")
     assert spec is not None
-    model = tiny_families.build(family, derived=lambda own: drafted_class(own, spec, {}))
+    model = tiny_families.build(family, derived=lambda own: drafted_class(own, spec, dict))
     if kind == "eagle" and "d2t" in model.drafter:
         model.drafter.d2t = mx.arange(spec.vocabulary_tokens, dtype=mx.int32)  # each second token
     return model

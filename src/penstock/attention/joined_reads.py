@@ -163,6 +163,20 @@ class JoinedReads:
             self.keys, self.values = keys, values
         return self.keys_and_values()
 
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: mx.array | str | None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attend to what `update_and_fetch` returned, as `Reads.attend`."""
+        return mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=scale, mask=mask, sinks=sinks
+        )
+
     @property
     def start_position(self) -> int:
         """Position of the first column, as chunked attention expects it."""

@@ -9,6 +9,7 @@ from typing import Any
 from penstock import config, memory
 from penstock.errors import ModelError, SettingError
 from penstock.memory import ModelSpec
+from penstock.memory.heads import not_beside_file
 from penstock.memory.model_config import read_config
 from penstock.models import named, recommended
 from penstock.models.head_source import head_folder
@@ -58,6 +59,8 @@ def read_spec(
         )
 
     file = open_model_file(path)
+    if file is not None and head is not None:
+        raise not_beside_file(path)
     native, float32_spec = read(float32=False), read(float32=True)
     try:
         from penstock.models.weight_packer import can_pack, planned_kv_dtype

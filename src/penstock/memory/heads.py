@@ -50,17 +50,18 @@ class DrafterSizes:
     def of(cls, values: Mapping[str, Any]) -> DrafterSizes:
         """Read a config; KeyError, TypeError or ValueError if a size is missing or invalid."""
         heads, width = _count(values, "num_attention_heads"), _count(values, "hidden_size")
-        rope = values.get("rope_parameters") or {}
-        scaling = values.get("rope_scaling")
+        rope = values.get("rope_parameters")
+        rope = rope if isinstance(rope, dict) else {}
+        scaling = values.get("rope_scaling") or rope
         return cls(
             width,
             _count(values, "intermediate_size"),
             heads,
             _count({"num_key_value_heads": heads, **values}, "num_key_value_heads"),
             _count(values, "head_dim") if values.get("head_dim") else width // heads,
-            float(values["rms_norm_eps"]),
-            float(rope["rope_theta"] if "rope_theta" in rope else values["rope_theta"]),
-            scaling if isinstance(scaling, dict) else None,
+            _number(values, "rms_norm_eps"),
+            _number(rope if "rope_theta" in rope else values, "rope_theta"),
+            scaling if isinstance(scaling, dict) and scaling else None,
             _count(values, "max_position_embeddings"),
         )
 
@@ -177,9 +178,16 @@ def drafter_tensor(name: str) -> str | None:
     return None if _UNUSED.match(name) else DRAFTER_PREFIX + name
 
 
+def _number(values: Mapping[str, Any], key: str) -> float:
+    number = values[key]
+    if not isinstance(number, int | float) or not 0 < number < 1e30:
+        raise ValueError(f"{key!r}: {number!r}"[:64])
+    return float(number)
+
+
 def _count(values: Mapping[str, Any], key: str, least: int = 1) -> int:
     number = values[key]
-    if not isinstance(number, int) or number < least:
+    if not isinstance(number, int) or isinstance(number, bool) or number < least:
         raise ValueError(f"{key!r}: {number!r}"[:64])
     return number
 
@@ -221,6 +229,13 @@ def head_part(name: str, config: Mapping[str, Any]) -> str | None:
 
 def _layer_prefix(config: Mapping[str, Any]) -> str:
     return f"model.layers.{config.get('num_hidden_layers')}."
+
+
+def not_beside_file(source: str | Path) -> ModelError:
+    return ModelError(
+        f"{source}: multi-token heads and drafters are read beside model folders alone, not beside "
+        f".gguf files"
+    )
 
 
 def no_head(source: str | Path) -> ModelError:

@@ -62,7 +62,7 @@ def read_model_spec(
     notes: list[str] = []
 
     if files is None:
-        files = _loaded_bytes(folder, outer, float32=float32, mtp=mtp) if folder else {}
+        files = _loaded_bytes(_own_tensors(folder), outer, float32=float32) if folder else {}
     if float32:
         outer = {**outer, "quantization": None}
         values = {**values, "dtype": "float32", "quantization": None}
@@ -76,12 +76,20 @@ def read_model_spec(
     elif mtp is not None:
         if model_type not in HEADED_TYPES or not has_head(mtp):
             raise no_head(mtp)
-        full = next(layer for layer in reversed(layers) if layer.kind == "full")
+        full = next((layer for layer in reversed(layers) if layer.kind == "full"), c.full())
         layers.append(replace(full, state_bytes=c.hidden * c.scalar_bytes))
     elif model_type in HEADED_TYPES and folder is not None and has_head(folder):
         notes.append("the weights of its multi-token head are left out without --draft-model mtp")
 
+    head: dict[str, int] = {}
+    if mtp is not None:
+        form = None if drafter is None else dtype
+        tensors = {name: _as_loaded(name, e, form) for name, e in _head_tensors(mtp).items()}
+        head = _loaded_bytes(tensors, outer, float32=float32)
     weight_bytes, weight_source = _weights(c, family, files)
+    outside = _outside_layers(c, files, weight_bytes) + head.get(OUTSIDE, 0)
+    if weight_bytes is not None:
+        weight_bytes += sum(head.values()) - head.get(OUTSIDE, 0)
     if files and folder is None:
         weight_source = "header of the file"
     if has_float8_blocks(outer):
@@ -99,7 +107,7 @@ def read_model_spec(
         weight_source=weight_source,
         max_tokens=c.maybe("max_position_embeddings"),
         notes=tuple(notes),
-        whole_weight_bytes=_outside_layers(c, files, weight_bytes),
+        whole_weight_bytes=outside,
     )
 
 
@@ -182,10 +190,10 @@ def _outside_layers(c: Config, files: Mapping[str, int], weight_bytes: int | Non
 
 
 def _loaded_bytes(
-    folder: Path, config: Mapping[str, object], *, float32: bool, mtp: Path | None
+    headers: Mapping[str, Any], config: Mapping[str, object], *, float32: bool
 ) -> dict[str, int]:
-    """Sum the bytes of a folder's tensors once loaded, by dtype, and outside the layers."""
-    headers, float8 = _loaded_tensors(folder, mtp=mtp), has_float8_blocks(config)
+    """Sum the bytes of tensors once loaded, by dtype, and outside the layers."""
+    float8 = has_float8_blocks(config)
     nbytes: Counter[str] = Counter()
     for name, entry in headers.items():
         stem, _, last = name.rpartition(".")
@@ -234,7 +242,9 @@ def packed_weight_bytes(folder: str | Path, *, mtp: Path | None = None) -> int |
     common = values.get("quantization")
     if not isinstance(common, dict):
         return None
-    headers = _loaded_tensors(Path(folder).expanduser(), mtp=mtp)
+    headers = _own_tensors(Path(folder).expanduser())
+    if headers and mtp is not None:
+        headers |= {name: _as_loaded(name, e, None) for name, e in _head_tensors(mtp).items()}
     total, has_packed = 0, False
     for name, entry in headers.items():
         numbers = prod(entry["shape"])
@@ -288,7 +298,7 @@ def _head_tensors(folder: Path) -> dict[str, Any]:
         return {PREFIX + name: entry for name, entry in tensors.items()}
     if drafter_of(folder) is not None:
         named = ((drafter_tensor(name), entry) for name, entry in tensors.items())
-        return {name: _as_loaded(name, entry) for name, entry in named if name is not None}
+        return {name: entry for name, entry in named if name is not None}
     parts = ((head_part(name, config), entry) for name, entry in tensors.items())
     return {PREFIX + part: entry for part, entry in parts if part is not None}
 
@@ -303,17 +313,27 @@ def _text_config(folder: Path) -> dict[str, Any]:
     return {**config, **inner}
 
 
-def _as_loaded(name: str, entry: Any) -> Any:
-    """Return a drafter's tensor with its bytes once loaded: whole numbers take 32 bits."""
-    if not name.endswith(TOKEN_OFFSETS):
+def _as_loaded(name: str, entry: Any, dtype: str | None) -> Any:
+    """Return a head's tensor with its bytes once loaded: whole numbers take 32 bits.
+
+    Args:
+        dtype: dtype that floats get; None for that of the file.
+    """
+    numbers, kind = prod(entry["shape"]), None
+    if name.endswith(TOKEN_OFFSETS):
+        kind = "I32"
+    elif dtype is not None and entry["dtype"] in _HEADER_DTYPES:
+        kind = next(kind for kind, name in _HEADER_DTYPES.items() if name == dtype)
+    if kind is None:
         return entry
-    return {**entry, "dtype": "I32", "data_offsets": (0, 4 * prod(entry["shape"]))}
+    nbytes = numbers * DTYPE_BYTES.get(dtype or "float32", 4) if kind != "I32" else 4 * numbers
+    return {**entry, "dtype": kind, "data_offsets": (0, nbytes)}
 
 
-def _loaded_tensors(folder: Path, *, mtp: Path | None) -> dict[str, Any]:
+def _own_tensors(folder: Path) -> dict[str, Any]:
+    """Return the tensors of a model's folder, without those of a multi-token head."""
     config = _text_config(folder)
-    tensors = {name: entry for name, entry in _tensors(folder) if not is_of_head(name, config)}
-    return tensors if mtp is None else {**tensors, **_head_tensors(mtp)}
+    return {name: entry for name, entry in _tensors(folder) if not is_of_head(name, config)}
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:

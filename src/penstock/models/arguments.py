@@ -6,10 +6,12 @@ import mlx.nn as nn
 
 
 def query_heads(model: nn.Module) -> int:
-    """Return the maximum number of query heads of any layer; 64 if unknown."""
+    """Return the maximum number of query heads of any layer, also a drafter's; 64 if unknown."""
     layers = [getattr(layer, "self_attn", None) for layer in getattr(model, "layers", [])]
     names = ("num_attention_heads", "n_heads", "n_head", "num_heads")
-    return max(_figures(model, layers, names), default=64)
+    own = max(_figures(model, layers, names), default=64)
+    spec = getattr(getattr(model, "drafter", None), "spec", None)
+    return own if spec is None else max(own, spec.sizes.heads)
 
 
 def positions(model: nn.Module) -> int | None:

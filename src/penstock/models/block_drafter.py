@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from penstock.errors import ModelError
 from penstock.memory.heads import BlockDrafterSpec, DrafterSizes
 from penstock.models.drafter_layers import (
     DrafterAttention,
@@ -85,14 +86,14 @@ def with_block_drafter(
     make_kv: Callable[[], Any],
     spec: BlockDrafterSpec,
     rope: nn.Module,
-    weights: Mapping[str, mx.array],
+    read: Callable[[], Mapping[str, mx.array]],
 ) -> type[nn.Module]:
     """Return a subclass of mlx-lm's model class that writes the KV of a drafter, and drafts.
 
     Args:
         model_class: class with a list of layers and an embedding without a factor.
         make_kv: makes mlx-lm's cache of a layer that reads all tokens.
-        weights: weights of the drafter under their published names.
+        read: reads the weights of the drafter under their published names.
 
     Raises:
         ModelError: when a model is made: the drafter is one of another model.
@@ -105,6 +106,8 @@ def with_block_drafter(
         def __init__(self, args: Any) -> None:
             super().__init__(args)
             check_model(self, spec.sizes.width, lambda count: spec.read_layers)
+            if spec.mask_token >= text_model(self).args.vocab_size:
+                raise ModelError(f"the drafter's mask_token_id {spec.mask_token:,} is no token")
             self.drafter = BlockDrafter(spec, rope)
 
         def __call__(self, inputs: mx.array, cache: Any = None, **more: Any) -> mx.array:
@@ -130,7 +133,7 @@ def with_block_drafter(
         def sanitize(self, model_weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
             if hasattr(model_class, "sanitize"):
                 model_weights = super().sanitize(model_weights)
-            return {**model_weights, **drafter_weights(weights)}
+            return {**model_weights, **drafter_weights(read(), model_weights)}
 
     def _drafters(caches: Sequence[Any]) -> Sequence[Any]:
         return caches[-spec.layers :]

@@ -139,14 +139,23 @@ def check_model(model: Any, width: int, read_layers: Callable[[int], Sequence[in
         )
 
 
-def drafter_weights(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Return weights of a drafter's folder under the names of a model with it."""
+def drafter_weights(
+    weights: Mapping[str, mx.array], of_model: Mapping[str, mx.array]
+) -> dict[str, mx.array]:
+    """Return weights of a drafter's folder under the names of a model with it.
+
+    Floats get the dtype of the model's, as products of two kinds of halves would be in float32.
+    """
+    norms = (w.dtype for name, w in of_model.items() if name.endswith("norm.weight"))
+    dtype = next((kind for kind in norms if mx.issubdtype(kind, mx.floating)), mx.float32)
     named = ((drafter_tensor(name), weight) for name, weight in weights.items())
-    return {
-        name: weight.astype(mx.int32) if name.endswith(TOKEN_OFFSETS) else weight
-        for name, weight in named
-        if name is not None
-    }
+    return {name: _as_loaded(name, weight, dtype) for name, weight in named if name is not None}
+
+
+def _as_loaded(name: str, weight: mx.array, dtype: mx.Dtype) -> mx.array:
+    if name.endswith(TOKEN_OFFSETS):
+        return weight.astype(mx.int32)
+    return weight.astype(dtype) if mx.issubdtype(weight.dtype, mx.floating) else weight
 
 
 def _by_head(x: mx.array, heads: int) -> mx.array:

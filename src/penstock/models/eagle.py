@@ -17,7 +17,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from penstock.memory.heads import EagleSpec
+from penstock.errors import ModelError
+from penstock.memory.heads import DRAFTER_PREFIX, TOKEN_OFFSETS, EagleSpec
 from penstock.models.drafter_layers import (
     DrafterAttention,
     GatedMLP,
@@ -25,7 +26,7 @@ from penstock.models.drafter_layers import (
     drafter_weights,
     outputs_of,
 )
-from penstock.models.mtp import caches_of, text_model
+from penstock.models.mtp import caches_of, shifted, text_model
 
 
 class _EagleLayer(nn.Module):
@@ -74,6 +75,17 @@ class EagleDrafter(nn.Module):
     def _extra_repr(self) -> str:
         return repr(self.spec)  # part of the fingerprint
 
+    def checked(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        """Return the weights to load; ModelError for tokens that the model does not have."""
+        name = DRAFTER_PREFIX + TOKEN_OFFSETS
+        if TOKEN_OFFSETS not in self:  # it proposes all of the model's
+            return {key: weight for key, weight in weights.items() if key != name}
+        if name in weights:
+            tokens = mx.arange(len(weights[name])) + weights[name]
+            if mx.any((tokens < 0) | (tokens >= self._vocabulary)).item():
+                raise ModelError(f"the drafter's {TOKEN_OFFSETS} names tokens that do not exist")
+        return dict(weights)
+
     def joined(self, hidden: Sequence[mx.array]) -> mx.array:
         """Combine hidden states of the model's layers, (b, n, width) each: (b, n, width)."""
         x = mx.concatenate(list(hidden), axis=-1)
@@ -98,7 +110,7 @@ def with_eagle(
     make_cache: Callable[[], Any],
     spec: EagleSpec,
     rope: nn.Module,
-    weights: Mapping[str, mx.array],
+    read: Callable[[], Mapping[str, mx.array]],
 ) -> type[nn.Module]:
     """Return a subclass of mlx-lm's model class that writes the KV of a drafter, and drafts.
 
@@ -106,7 +118,7 @@ def with_eagle(
         model_class: class with a list of layers and an embedding without a factor.
         make_kv: makes mlx-lm's cache of a layer that reads all tokens.
         make_cache: makes mlx-lm's cache of the drafter: keys and values, and one state.
-        weights: weights of the drafter under their published names.
+        read: reads the weights of the drafter under their published names.
 
     Raises:
         ModelError: when a model is made: the drafter is one of another model.
@@ -134,16 +146,7 @@ def with_eagle(
             with outputs_of(text.model, self.read_layers) as hidden:
                 logits: mx.array = super().__call__(inputs, cache=caches, **more)
             states = self.drafter.joined([hidden[number] for number in self.read_layers])
-            before = state[0]
-            if before is None:
-                before = mx.zeros_like(states[:, :1])
-            if getattr(state, "by_token", False):
-                state[0] = states
-            elif state.lengths is None:
-                state[0] = states[:, -1:]
-            else:
-                state[0] = mx.take_along_axis(states, (state.lengths - 1)[:, None, None], axis=1)
-            previous = mx.concatenate([before, states[:, :-1]], axis=1)
+            previous = shifted(states, state)
             self.drafter.layers[0].keep(text.model.embed_tokens(inputs), previous, kv)
             return logits
 
@@ -159,6 +162,7 @@ def with_eagle(
         def sanitize(self, model_weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
             if hasattr(model_class, "sanitize"):
                 model_weights = super().sanitize(model_weights)
-            return {**model_weights, **drafter_weights(weights)}
+            own = drafter_weights(read(), model_weights)
+            return {**model_weights, **self.drafter.checked(own)}
 
     return EagleModel

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from penstock.attention import devices
 from penstock.config import MTP, ModelSource, WeightsDtype
 from penstock.errors import ModelError
-from penstock.memory.heads import HEADED_TYPES, no_head
+from penstock.memory.heads import HEADED_TYPES, no_head, not_beside_file
 from penstock.memory.reading import has_head
 from penstock.memory.sizes import parse_bytes
 from penstock.models import named, recommended
@@ -91,7 +91,7 @@ def load_all(
                 f"weights differently; use a model folder, or fuse them first: mlx_lm.fuse"
             )
         if mtp is not None:
-            raise no_head(path_or_name)
+            raise not_beside_file(path_or_name)
         return file.load(weights_dtype, limit_bytes)
     if Path(path_or_name).is_dir():  # a drafter's lacks other files
         refuse_drafter(str(path_or_name))

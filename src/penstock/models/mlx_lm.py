@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from math import lcm
@@ -30,7 +31,7 @@ from penstock.models import named, template_files
 from penstock.models.adapters import put_adapters
 from penstock.models.constants import evaluate
 from penstock.models.image_reader import ImageReader
-from penstock.models.mtp import split_weights, with_head
+from penstock.models.mtp import with_head
 from penstock.models.source import (
     MLX_LM,
     SourceChoice,
@@ -158,7 +159,7 @@ class HeadedReader(MlxLmReader):
     def read_model(self, folder: Path) -> nn.Module:
         config, split = mlx_lm.utils.load_config(folder), None
         if self._split is not None:
-            split = split_weights(read_weights(self._split))
+            split = partial(read_weights, self._split)
             coding = mlx_lm.utils.load_config(self._split).get("quantization")
             if coding is not None and "quantization_config" not in config:
                 # It is taken for modules alone whose weights have scales.
@@ -226,7 +227,7 @@ def kv_cache() -> Any:
 
 def read_weights(folder: Path) -> dict[str, mx.array]:
     """Read the safetensors files of a folder, without evaluating them."""
-    files: list[Any] = [mx.load(str(file)) for file in sorted(folder.glob("*.safetensors"))]
+    files: list[Any] = [mx.load(str(file)) for file in sorted(folder.glob("model*.safetensors"))]
     return {name: weight for file in files for name, weight in file.items()}
 
 

@@ -76,7 +76,7 @@ def with_head(
     model_class: type[Any],
     make_kv: Callable[[], Any],
     make_cache: Callable[[], Any],
-    split: Mapping[str, mx.array] | None = None,
+    split: Callable[[], Mapping[str, mx.array]] | None = None,
 ) -> type[nn.Module]:
     """Return a subclass of mlx-lm's model class that keeps the head of its checkpoint.
 
@@ -84,7 +84,8 @@ def with_head(
         model_class: class of a type in `memory.heads.HEADED_TYPES`.
         make_kv: makes mlx-lm's cache of a layer that reads all tokens.
         make_cache: makes mlx-lm's cache of the head: keys and values, and one state.
-        split: weights of a head from a folder of its own; None for those of the checkpoint.
+        split: reads the weights of a head from a folder of its own; None for those of the
+            checkpoint.
     """
 
     class HeadedModel(model_class):  # type: ignore[misc]
@@ -100,17 +101,8 @@ def with_head(
                 return logits_of(text, text.model(inputs))
             *caches, (kv, state) = cache
             hidden = text.model(inputs, caches)
-            before = state[0]
-            if before is None:
-                before = mx.zeros_like(hidden[:, :1])
-            if getattr(state, "by_token", False):
-                state[0] = hidden
-            elif state.lengths is None:
-                state[0] = hidden[:, -1:]
-            else:
-                state[0] = mx.take_along_axis(hidden, (state.lengths - 1)[:, None, None], axis=1)
             # Of the head only keys and values are kept; the rest is never evaluated.
-            previous = mx.concatenate([before, hidden[:, :-1]], axis=1)
+            previous = shifted(hidden, state)
             self.mtp(text.model.embed_tokens(inputs), previous, kv)
             return logits_of(text, hidden)
 
@@ -130,7 +122,7 @@ def with_head(
             parts = {n: head_part(n, config) for n in weights}
             own = {part: weights[n] for n, part in parts.items() if part is not None}
             if split is not None:
-                head = dict(split)
+                head = split_weights(split())
             elif args.model_type in LAYER_HEADED or args.model_type == "mimo":
                 head = layer_head_weights(model_class, args, own)
             else:
@@ -221,6 +213,24 @@ def caches_of(model: Any, parent: Any, make_kv: Callable[[], Any]) -> list[Any]:
         caches: list[Any] = parent.make_cache()
         return caches
     return [make_kv() for _ in model.layers]
+
+
+def shifted(hidden: mx.array, state: Any) -> mx.array:
+    """Return the hidden states of the tokens before some, and note the last one, or all.
+
+    Args:
+        hidden: hidden states of tokens, (b, n, width).
+        state: mlx-lm's cache with the state of the token before them. With `by_token` it then has
+            the states of all, with `lengths` those of the rows' last tokens.
+    """
+    before = mx.zeros_like(hidden[:, :1]) if state[0] is None else state[0]
+    if getattr(state, "by_token", False):
+        state[0] = hidden
+    elif state.lengths is None:
+        state[0] = hidden[:, -1:]
+    else:
+        state[0] = mx.take_along_axis(hidden, (state.lengths - 1)[:, None, None], axis=1)
+    return mx.concatenate([before, hidden[:, :-1]], axis=1)
 
 
 def text_model(model: Any) -> Any:

@@ -26,16 +26,16 @@ class BlockDraft(NoDraft):
     def __init__(self, runner: Runner, tails: Tails) -> None:
         self._runner = runner
         self._tails = tails
+        self.most_tokens = runner.block_tokens - 1
 
     def follow(self, sequences: Items[Sequence], worth_seconds: Items[float]) -> list[bool]:
         return [True] * len(sequences)
 
     def draft(self, sequences: Items[Sequence], limits: Items[int]) -> list[list[int]]:
-        """Propose `limits[i]` tokens for sequence i, at most a block, in one pass per limit."""
+        """Propose `limits[i]` tokens for sequence i, in one pass per limit."""
         drafts: list[list[int]] = [[] for _ in sequences]
-        most = self._runner.block_tokens - 1
-        for limit in sorted({min(limit, most) for limit in limits if limit}):
-            members = [i for i, other in enumerate(limits) if min(other, most) == limit]
+        for limit in sorted({limit for limit in limits if limit}):
+            members = [i for i, other in enumerate(limits) if other == limit]
             rows = [sequences[i].row() for i in members]
             order = in_order(rows)
             members, rows = [members[i] for i in order], [rows[i] for i in order]

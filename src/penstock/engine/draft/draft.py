@@ -18,6 +18,7 @@ from penstock.attention.attention_plan import DecodeRow, in_order
 from penstock.engine.draft.draft_kv import DraftKV
 from penstock.engine.model.runner import Runner
 from penstock.engine.model.sampling import SampledToken, likeliest
+from penstock.engine.model.step_costs import WIDTHS
 from penstock.engine.schedule.budget import GROWTH_TOKENS
 from penstock.engine.schedule.costs import MemoryEstimator
 from penstock.engine.schedule.kv_stores import KVStores
@@ -33,6 +34,7 @@ class Draft:
 
     proposes = True
     drafts_at_once = False
+    most_tokens = WIDTHS[-1]
 
     def __init__(
         self,
@@ -281,6 +283,8 @@ class NoDraft:
     proposes = False
     drafts_at_once = False
     """Whether all tokens of a proposal are drafted in one pass, instead of one each."""
+    most_tokens = WIDTHS[-1]
+    """Maximum number of tokens of a proposal."""
 
     def check(self) -> None: ...
     def close(self) -> None: ...

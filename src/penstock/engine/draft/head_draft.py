@@ -1,4 +1,4 @@
-"""`HeadDraft`: tokens that the model's own multi-token head proposes.
+"""`HeadDraft`: tokens that the model's multi-token head or EAGLE drafter proposes, one by one.
 
 The head's keys and values are those of the model's last layer, and its hidden state is among the
 recurrent states of a sequence: each pass of the model writes them for the tokens it reads. A

@@ -231,6 +231,12 @@ class Runner:
         return self.fitness.way == "shared" or not apart
 
     @property
+    def expands_latents(self) -> bool:
+        """Whether several new tokens are checked against keys expanded from one head for all."""
+        shared = all(shape.kv_heads == 1 for shape in self.shapes)
+        return self.fitness.way == "joined" and shared and self.heads > 1
+
+    @property
     def keeps(self) -> list[str]:
         """Descriptions of properties that must agree on all ranks."""
         return [
@@ -326,16 +332,17 @@ class Runner:
 
     @property
     def predicts(self) -> bool:
-        """Whether the model has a multi-token head; its KV is that of the last layer."""
+        """Whether the model has a multi-token head or EAGLE drafter; its KV is the last layer's."""
         return hasattr(self.model, "predict")
 
     def predict(
         self, tokens: Sequence[int], hidden: mx.array, rows: Sequence[DecodeRow], tails: Tails
     ) -> tuple[mx.array, mx.array]:
-        """Predict the next token of each row by the multi-token head; nothing is evaluated.
+        """Predict the next token of each row by the multi-token head or EAGLE drafter.
 
         Returns logits, (rows, vocabulary), and the hidden states for the next call, (rows, 1,
-        width). The head's keys and values are written into the rows' tails.
+        width); evaluated only for models with joined keys and values. The keys and values are
+        written into the rows' tails.
 
         Args:
             tokens: the next token of each row.
@@ -698,19 +705,17 @@ class Runner:
         self,
         tokens: list[list[int]],
         caches: list[Any],
-        arguments: Mapping[str, Any] = NO_ARGUMENTS,
     ) -> mx.array:
         """Run the model, and return the logits after the last token of each row, lazy.
 
         Args:
             tokens: token ids, (b, n).
             caches: cache of each layer, see `layout.caches`.
-            arguments: further keyword arguments of the model.
 
         Returns:
             Array (b, vocabulary).
         """
-        logits: mx.array = self.model(mx.array(tokens), cache=caches, **arguments)[:, -1]
+        logits: mx.array = self.model(mx.array(tokens), cache=caches)[:, -1]
         return logits
 
     def _arguments(self, rows: Sequence[DecodeRow], width: int) -> Mapping[str, Any]:

@@ -90,10 +90,14 @@ def _peaks_of(file: PeaksFile | None, measure: Callable[[], StepPeaks]) -> StepP
     return peaks
 
 
-def _form(model: Any) -> tuple[type, bytes]:
-    """Return a model's class, and a digest of its settings, modules, and shapes of weights."""
+def _form(model: Any) -> tuple[str, bytes]:
+    """Return a name of a model's class, and a digest of its settings, modules, and weights' shapes.
+
+    Not the class itself, which may be one of this model alone, and would never be freed.
+    """
     weights: Any = tree_flatten(model.parameters())
     forms = [(name, weight.shape, str(weight.dtype)) for name, weight in weights]
     # The repr of modules identifies weights that are not MLX arrays.
     words = repr((getattr(model, "args", None), forms, model))
-    return type(model), sha256(words.encode()).digest()
+    kind = type(model)
+    return f"{kind.__module__}.{kind.__qualname__}", sha256(words.encode()).digest()

@@ -112,7 +112,7 @@ class Speculator:
     # ---- parts
 
     def _drafted(self, sequences: Items[Sequence], proposals: list[Proposal]) -> list[Proposal]:
-        rooms = [self._room(sequence) for sequence in sequences]
+        rooms = [min(self._room(sequence), self._draft.most_tokens) for sequence in sequences]
         wanting = [i for i, s in enumerate(sequences) if rooms[i] and _wants(s, proposals[i])]
         texts = _expected(sequences, proposals)
         hoped = list(texts)
