@@ -96,3 +96,14 @@ def test_check_detects_verifier_that_accepts_everything(
     monkeypatch.setattr(verification, "_accepted", lambda chosen, proposal: list(chosen))
     monkeypatch.setattr(Speculation, "propose", lambda self, tokens, most: Proposal([7] * most, 16))
     assert told(model, 4)[0] != expected
+
+
+def test_latent_attention_checks_several_tokens_if_chunk_has_room() -> None:
+    """It expands cached rows, and only a chunk's scores are reserved for that."""
+    model, allowed = tiny_families.build("deepseek_v3"), {}
+    numbers = model.args.qk_nope_head_dim + model.args.v_head_dim
+    for chunk in (numbers - 8, numbers):
+        core = Core(model, **{**SMALL, "prefill_chunk": chunk}, speculative_tokens=4)
+        allowed[chunk] = core.limits.speculative_tokens
+        core.close()
+    assert list(allowed.values()) == [0, 4]

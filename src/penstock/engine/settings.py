@@ -35,8 +35,6 @@ again, so a quarter of the chunks copies a quarter of the bytes."""
 SPILLED_CHUNK = 1_024
 """Tokens of a prefill chunk if `active_kv_size` is at least as large: each chunk reads all
 spilled KV again."""
-LEAST_LATENT_CHUNK = 256
-"""Minimum chunk for speculation with latent attention: its reserved scores cover expanded keys."""
 LONG_CHUNK_ROOM = 8 * 10**9
 """Minimum bytes left by the weights for long chunks; their buffers then take a small part."""
 
@@ -105,7 +103,8 @@ def fitting(
         elif (limits.active_kv_size or 0) >= SPILLED_CHUNK:
             limits = limits.model_copy(update={"prefill_chunk": SPILLED_CHUNK})
     # Ranks would measure different times.
-    expands = runner.expands_latents and limits.prefill_chunk < LEAST_LATENT_CHUNK
+    # What a step with several tokens expands must fit into the scores of a reserved chunk.
+    expands = limits.prefill_chunk < runner.expanded_numbers
     if limits.speculative_tokens and (ranks > 1 or expands or not reads_several(runner)):
         limits = limits.model_copy(update={"speculative_tokens": 0})
     _check_attends(limits, runner)

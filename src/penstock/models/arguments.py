@@ -14,6 +14,13 @@ def query_heads(model: nn.Module) -> int:
     return own if spec is None else max(own, spec.sizes.heads)
 
 
+def expanded_numbers(model: nn.Module) -> int:
+    """Return the numbers per head and token that latent attention expands; 0 without it."""
+    parts = (_figures(model, [], (name,)) for name in ("qk_nope_head_dim", "v_head_dim"))
+    keys, values = (max(part, default=0) for part in parts)
+    return keys + values if keys and values else 0
+
+
 def positions(model: nn.Module) -> int | None:
     """Return the context length of a model in tokens; None if unknown."""
     return min(

@@ -45,7 +45,7 @@ from penstock.kv.states import (
 )
 from penstock.kv.tails import LayerShape, Tails, token_bytes
 from penstock.models import mlx_lm as seam
-from penstock.models.arguments import positions, query_heads
+from penstock.models.arguments import expanded_numbers, positions, query_heads
 from penstock.models.layer_seams import (
     adapted,
     attach,
@@ -231,10 +231,9 @@ class Runner:
         return self.fitness.way == "shared" or not apart
 
     @property
-    def expands_latents(self) -> bool:
-        """Whether several new tokens are checked against keys expanded from one head for all."""
-        shared = all(shape.kv_heads == 1 for shape in self.shapes)
-        return self.fitness.way == "joined" and shared and self.heads > 1
+    def expanded_numbers(self) -> int:
+        """Numbers per head and cached token that a step with several tokens per row expands."""
+        return expanded_numbers(self.model) if self.fitness.way == "joined" else 0
 
     @property
     def keeps(self) -> list[str]:
