@@ -516,6 +516,16 @@ def test_decode_speed_excludes_first_token() -> None:
     assert serve_length._speed(answer) == 10.0
 
 
+def test_answers_without_text_are_no_figures() -> None:
+    """A model that was not trained to chat may end its answer at once."""
+    told = Reply(0, 1.0, text_times=[1.5, 1.6], ended=1.6, completion_tokens=2, prompt_tokens=9)
+    ended = Reply(0, 1.0, ended=1.1, prompt_tokens=9)
+    figures = serve_length.LengthRun(1, {20: [ended, told]}).figures()
+    assert figures["lengths"]["20"]["first_token_seconds"] == 0.5
+    with pytest.raises(SettingError, match="prompts of 20 tokens at once"):
+        serve_length.LengthRun(1, {20: [ended]}).figures()
+
+
 def test_incompatible_plot_and_rival_flags_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--conversations", "8", "--plot", "x.png"]) == 2
     assert "needs sessions and mlx-lm's server" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.errors import SettingError
 from penstock_bench.engine_sides import LLAMA, OURS, RIVAL
 from penstock_bench.report import Line, Notify, Report
 from penstock_bench.serve_client import Reply, connected
@@ -48,7 +49,11 @@ class LengthRun:
     high_water_bytes: int | None = None
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures of a record; medians over the rounds."""
+        """Return the figures of a record; medians over the answers that have a text.
+
+        Raises:
+            SettingError: the model answered nothing to all prompts of a length.
+        """
         lengths = {
             str(length): {
                 "prompt_tokens": round(statistics.median(x.prompt_tokens for x in replies)),
@@ -57,7 +62,7 @@ class LengthRun:
                 ),
                 "tokens_per_second": round(statistics.median(map(_speed, replies)), 2),
             }
-            for length, replies in self.replies.items()
+            for length, replies in ((n, _told(n, of)) for n, of in self.replies.items())
         }
         return {
             "idle_bytes": self.idle_bytes,
@@ -65,6 +70,17 @@ class LengthRun:
             "high_water_bytes": self.high_water_bytes,
             "lengths": lengths,
         }
+
+
+def _told(length: int, replies: Sequence[Reply]) -> list[Reply]:
+    """Return the answers of several pieces of text; others ended at once, and show no speed."""
+    told = [reply for reply in replies if len(reply.text_times) > 1]
+    if not told:
+        raise SettingError(
+            f"the model ends its answers to prompts of {length:,} tokens at once; take one that "
+            f"was trained to chat"
+        )
+    return told
 
 
 def measure(load: ServeLoad, lengths: Sequence[int], notify: Notify | None = None) -> Report:
