@@ -562,3 +562,9 @@ def test_record_stores_program_name_without_path(command: str, recorded: str) ->
     load = serve.ServeLoad(model="smollm2", llama_server=command)
     assert load.model_dump(mode="json")["llama_server"] == recorded
     assert load.llama_server == command
+
+
+def test_records_have_no_folders() -> None:
+    load = serve.ServeLoad(model="/home/me/models/mine.gguf", llama_server="/opt/llama-server -t 2")
+    recorded = load.model_dump(mode="json")
+    assert (recorded["model"], recorded["llama_server"]) == ("mine.gguf", "llama-server -t 2")
