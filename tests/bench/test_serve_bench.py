@@ -37,7 +37,7 @@ from penstock_bench.cli import serve_command
 from penstock_bench.engine_sides import LLAMA, OURS, RIVAL
 from penstock_bench.models import LlamaShape, ModelChoice
 from penstock_bench.recall import count_tokens
-from penstock_bench.report import publish
+from penstock_bench.report import publish, without_folder
 from penstock_bench.serve_client import (
     Client,
     Reply,
@@ -564,7 +564,11 @@ def test_record_stores_program_name_without_path(command: str, recorded: str) ->
     assert load.llama_server == command
 
 
-def test_records_have_no_folders() -> None:
-    load = serve.ServeLoad(model="/home/me/models/mine.gguf", llama_server="/opt/llama-server -t 2")
-    recorded = load.model_dump(mode="json")
-    assert (recorded["model"], recorded["llama_server"]) == ("mine.gguf", "llama-server -t 2")
+def test_records_have_no_folders(tmp_path: Path) -> None:
+    for model in (tmp_path / "mine.gguf", tmp_path / "mine"):
+        model.mkdir()
+        raw = {"load": serve.ServeLoad(model=str(model)).model_dump(mode="json"), "runs": [1]}
+        kept = without_folder(raw)
+        assert kept["load"]["model"] == "mine" and kept["runs"] == [1]
+        assert str(tmp_path) not in json.dumps(kept)
+    assert without_folder({"load": {"model": "smollm2"}}) == {"load": {"model": "smollm2"}}

@@ -242,5 +242,5 @@ def test_drafter_needs_model_that_was_loaded_with_it(kind: str, tmp_path: Path) 
     with pytest.raises(ModelError, match="no language model but a drafter"):
         load(drafter)
     model, tokenizer = load(write_model(FAMILY, kind, tmp_path / "model"))
-    with pytest.raises(SettingError, match="without a multi-token head or block drafter"):
+    with pytest.raises(SettingError, match="without a multi-token head or drafter"):
         Core(model, tokenizer, memory_limit="80MB", draft_model=drafter)

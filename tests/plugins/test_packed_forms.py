@@ -14,6 +14,7 @@ from gguf.quants import dequantize
 
 pytest.importorskip("numba", reason="products with packed weights are compiled by Numba")
 
+from penstock.plugins.cpu import packing
 from penstock.plugins.cpu.packed_products import PackedMatrix, Product, packed_matrix
 from penstock.plugins.gguf import blocks
 from penstock.plugins.gguf.header import FORMS, TensorInfo
@@ -107,3 +108,8 @@ def test_mxfp4_products_match_mlx() -> None:
     of_rows, of_products = errors(matrix, weights)
     assert of_rows == 0
     assert of_products < 1e-6
+
+
+def test_kv_dtype_needs_layers_that_run_in_jobs() -> None:
+    """Other layers of a packed model attend in MLX's operations, which are slow in halves."""
+    assert packing.kv_dtype(nn.Module()) is None

@@ -16,7 +16,7 @@ from mlx_vlm.speculative.drafters.eagle3.eagle3 import Eagle3DraftModel
 from mlx_vlm.speculative.drafters.qwen3_dflash.config import DFlashConfig
 from mlx_vlm.speculative.drafters.qwen3_dflash.dflash import DFlashDraftModel
 
-from penstock.models.drafter_layers import outputs_of
+from penstock.models.hidden_states import outputs_of
 
 
 def text_of(model: Any) -> Any:

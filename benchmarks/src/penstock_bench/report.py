@@ -19,6 +19,7 @@ from rich.table import Table
 
 from penstock import __version__
 from penstock.blas import load_blas
+from penstock.cli.model_table import name_of
 
 Notify = Callable[[str, int, int], None]
 """Takes a description, the completed steps or seconds, and the total."""
@@ -101,7 +102,7 @@ def publish(report: Report, *, as_json: bool, save: Path | None) -> None:
     """Print the table, or JSON with `as_json`; store all rounds in `save`."""
     record = report.as_object()
     if save is not None:
-        keep(report.name, {**record, "raw": report.raw}, save)
+        keep(report.name, {**record, "raw": without_folder(report.raw)}, save)
     if as_json:
         print(json.dumps(record))
         return
@@ -113,6 +114,14 @@ def publish(report: Report, *, as_json: bool, save: Path | None) -> None:
         f"{where['cpu']}, {where['cores']} cores, {where['back_end']} with {where['blas']}, "
         f"mlx {where['mlx']}, mlx-lm {where['mlx-lm']}, {where['dtype']}"
     )
+
+
+def without_folder(raw: dict[str, Any]) -> dict[str, Any]:
+    """Replace the path of a load's model by its name; folders do not belong in records."""
+    load = raw.get("load")
+    if not isinstance(load, dict) or not isinstance(load.get("model"), str):
+        return raw
+    return {**raw, "load": {**load, "model": name_of(load["model"])}}
 
 
 def keep(name: str, record: dict[str, Any], folder: Path) -> None:

@@ -62,7 +62,7 @@ class LengthRun:
                 ),
                 "tokens_per_second": round(statistics.median(map(_speed, replies)), 2),
             }
-            for length, replies in ((n, _told(n, of)) for n, of in self.replies.items())
+            for length, replies in ((n, _with_text(n, of)) for n, of in self.replies.items())
         }
         return {
             "idle_bytes": self.idle_bytes,
@@ -72,15 +72,15 @@ class LengthRun:
         }
 
 
-def _told(length: int, replies: Sequence[Reply]) -> list[Reply]:
+def _with_text(length: int, replies: Sequence[Reply]) -> list[Reply]:
     """Return the answers of several pieces of text; others ended at once, and show no speed."""
-    told = [reply for reply in replies if len(reply.text_times) > 1]
-    if not told:
+    answers = [reply for reply in replies if len(reply.text_times) > 1]
+    if not answers:
         raise SettingError(
             f"the model ends its answers to prompts of {length:,} tokens at once; take one that "
             f"was trained to chat"
         )
-    return told
+    return answers
 
 
 def measure(load: ServeLoad, lengths: Sequence[int], notify: Notify | None = None) -> Report:

@@ -61,14 +61,9 @@ class ServeLoad(ServeSettings):
     overhead_prompt_tokens: int = 200
     overhead_tokens: int = 256
 
-    @field_serializer("model")
-    def _named(self, model: str) -> str:
-        """Strip the folder of a model given by its path, which does not belong in records."""
-        return Path(model).name if Path(model).is_absolute() else model
-
     @field_serializer("llama_server")
     def _without_folder(self, command: str | None) -> str | None:
-        """Strip the program's folder, as above."""
+        """Strip the program's folder, which does not belong in records."""
         if command is None:
             return None
         program, *settings = command.split(" ")

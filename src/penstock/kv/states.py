@@ -88,7 +88,7 @@ class RecurrentState:
             for state in self.states
         )
 
-    def at(self, token: int) -> RecurrentState:
+    def after(self, token: int) -> RecurrentState:
         """Return the states after a token of the last step, evaluated, if they have one for each.
 
         Their arrays are (rows, tokens, ...).

@@ -319,15 +319,14 @@ def _as_loaded(name: str, entry: Any, dtype: str | None) -> Any:
     Args:
         dtype: dtype that floats get; None for that of the file.
     """
-    numbers, kind = prod(entry["shape"]), None
     if name.endswith(TOKEN_OFFSETS):
-        kind = "I32"
+        kind, size = "I32", 4
     elif dtype is not None and entry["dtype"] in _HEADER_DTYPES:
         kind = next(kind for kind, name in _HEADER_DTYPES.items() if name == dtype)
-    if kind is None:
+        size = DTYPE_BYTES[dtype]
+    else:
         return entry
-    nbytes = numbers * DTYPE_BYTES.get(dtype or "float32", 4) if kind != "I32" else 4 * numbers
-    return {**entry, "dtype": kind, "data_offsets": (0, nbytes)}
+    return {**entry, "dtype": kind, "data_offsets": (0, size * prod(entry["shape"]))}
 
 
 def _own_tensors(folder: Path) -> dict[str, Any]:

@@ -9,9 +9,9 @@ def query_heads(model: nn.Module) -> int:
     """Return the maximum number of query heads of any layer, also a drafter's; 64 if unknown."""
     layers = [getattr(layer, "self_attn", None) for layer in getattr(model, "layers", [])]
     names = ("num_attention_heads", "n_heads", "n_head", "num_heads")
-    own = max(_figures(model, layers, names), default=64)
+    heads = max(_figures(model, layers, names), default=64)
     spec = getattr(getattr(model, "drafter", None), "spec", None)
-    return own if spec is None else max(own, spec.sizes.heads)
+    return heads if spec is None else max(heads, spec.sizes.heads)
 
 
 def expanded_numbers(model: nn.Module) -> int:

@@ -23,9 +23,8 @@ from penstock.models.drafter_layers import (
     GatedMLP,
     check_model,
     drafter_weights,
-    outputs_of,
 )
-from penstock.models.mtp import caches_of, logits_of, text_model
+from penstock.models.hidden_states import caches_of, logits_of, outputs_of, text_model
 
 
 class _DrafterLayer(nn.Module):
@@ -127,8 +126,8 @@ def with_block_drafter(
             return logits_of(text, self.drafter(block, _drafters(caches))[:, 1:])
 
         def make_cache(self) -> list[Any]:
-            own = caches_of(self, super(), make_kv)
-            return [*own, *(make_kv() for _ in range(spec.layers))]
+            caches = caches_of(self, super(), make_kv)
+            return [*caches, *(make_kv() for _ in range(spec.layers))]
 
         def sanitize(self, model_weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
             if hasattr(model_class, "sanitize"):

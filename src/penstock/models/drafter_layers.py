@@ -1,9 +1,8 @@
-"""Parts of models that draft from another model's hidden states: attention, MLP, and the states."""
+"""Parts of models that draft from another model's hidden states: attention, MLP, weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +10,7 @@ import mlx.nn as nn
 
 from penstock.errors import ModelError
 from penstock.memory.heads import TOKEN_OFFSETS, DrafterSizes, drafter_tensor
-from penstock.models.mtp import text_model
+from penstock.models.hidden_states import text_model
 
 
 class DrafterAttention(nn.Module):
@@ -82,35 +81,6 @@ class GatedMLP(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         y: mx.array = self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
         return y
-
-
-class _Tapped:
-    """A layer that notes its outputs; all else is the layer's."""
-
-    def __init__(self, layer: Any, number: int, outputs: dict[int, mx.array]) -> None:
-        self._layer, self._number, self._outputs = layer, number, outputs
-
-    def __call__(self, *args: Any, **more: Any) -> Any:
-        output = self._layer(*args, **more)
-        self._outputs[self._number] = output[0] if isinstance(output, tuple) else output
-        return output
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-
-@contextmanager
-def outputs_of(model: Any, numbers: Sequence[int]) -> Iterator[dict[int, mx.array]]:
-    """Yield the outputs of some of a model's layers, by number, of calls within the block."""
-    layers, outputs = model.layers, dict[int, mx.array]()
-    model.layers = [
-        _Tapped(layer, number, outputs) if number in numbers else layer
-        for number, layer in enumerate(layers)
-    ]
-    try:
-        yield outputs
-    finally:
-        model.layers = layers
 
 
 def check_model(model: Any, width: int, read_layers: Callable[[int], Sequence[int]]) -> None:

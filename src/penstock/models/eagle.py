@@ -24,9 +24,8 @@ from penstock.models.drafter_layers import (
     GatedMLP,
     check_model,
     drafter_weights,
-    outputs_of,
 )
-from penstock.models.mtp import caches_of, shifted, text_model
+from penstock.models.hidden_states import caches_of, outputs_of, shifted, text_model
 
 
 class _EagleLayer(nn.Module):
@@ -96,11 +95,11 @@ class EagleDrafter(nn.Module):
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Return logits of the model's tokens, -inf for those that are not proposed."""
-        own: mx.array = self.lm_head(self.norm(hidden))
+        drafted: mx.array = self.lm_head(self.norm(hidden))
         if self.spec.vocabulary_tokens == self._vocabulary:
-            return own
-        logits = mx.full((*own.shape[:-1], self._vocabulary), -mx.inf, own.dtype)
-        logits[..., mx.arange(self.spec.vocabulary_tokens) + self.d2t] = own
+            return drafted
+        logits = mx.full((*drafted.shape[:-1], self._vocabulary), -mx.inf, drafted.dtype)
+        logits[..., mx.arange(self.spec.vocabulary_tokens) + self.d2t] = drafted
         return logits
 
 
@@ -162,7 +161,7 @@ def with_eagle(
         def sanitize(self, model_weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
             if hasattr(model_class, "sanitize"):
                 model_weights = super().sanitize(model_weights)
-            own = drafter_weights(read(), model_weights)
-            return {**model_weights, **self.drafter.checked(own)}
+            drafter = drafter_weights(read(), model_weights)
+            return {**model_weights, **self.drafter.checked(drafter)}
 
     return EagleModel

@@ -22,6 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from penstock.memory.heads import LAYER_HEADED, PREFIX, head_part, is_of_head
+from penstock.models.hidden_states import caches_of, logits_of, shifted, text_model
 
 _EXPERT = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(.+)")
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
@@ -120,14 +121,14 @@ def with_head(
             config = vars(args)
             rest = {n: weight for n, weight in weights.items() if not is_of_head(n, config)}
             parts = {n: head_part(n, config) for n in weights}
-            own = {part: weights[n] for n, part in parts.items() if part is not None}
+            of_head = {part: weights[n] for n, part in parts.items() if part is not None}
             if split is not None:
                 head = split_weights(split())
             elif args.model_type in LAYER_HEADED or args.model_type == "mimo":
-                head = layer_head_weights(model_class, args, own)
+                head = layer_head_weights(model_class, args, of_head)
             else:
                 raw = any("conv1d.weight" in n and w.shape[-1] != 1 for n, w in rest.items())
-                head = head_weights(own, raw=raw)
+                head = head_weights(of_head, raw=raw)
             return {**super().sanitize(rest), **head}
 
     return HeadedModel
@@ -153,8 +154,8 @@ def layer_head_weights(
         stem, _, last = part.rpartition(".")
         if stem == "input_proj":  # MiMo's takes the hidden state first
             weight = mx.concatenate([*mx.split(weight, 2, axis=-1)][::-1], axis=-1)
-        own = _LAYER_PARTS.get(stem)
-        named[f"{PREFIX}layers.0.{part}" if own is None else f"{PREFIX}{own}.{last}"] = weight
+        part = f"{_LAYER_PARTS[stem]}.{last}" if stem in _LAYER_PARTS else f"layers.0.{part}"
+        named[PREFIX + part] = weight
     return named
 
 
@@ -200,46 +201,3 @@ def _layer_of(text: Any) -> Any:
     if interval is None:
         return kind(args, args.num_hidden_layers)
     return type(text.model.layers[0])(args, interval - 1)  # number of the first that attends
-
-
-def caches_of(model: Any, parent: Any, make_kv: Callable[[], Any]) -> list[Any]:
-    """Return the caches of a model without those of its head or drafter.
-
-    Args:
-        parent: `super()` of the model, which may have `make_cache`.
-        make_kv: makes mlx-lm's cache of a layer that reads all tokens.
-    """
-    if hasattr(parent, "make_cache"):
-        caches: list[Any] = parent.make_cache()
-        return caches
-    return [make_kv() for _ in model.layers]
-
-
-def shifted(hidden: mx.array, state: Any) -> mx.array:
-    """Return the hidden states of the tokens before some, and note the last one, or all.
-
-    Args:
-        hidden: hidden states of tokens, (b, n, width).
-        state: mlx-lm's cache with the state of the token before them. With `by_token` it then has
-            the states of all, with `lengths` those of the rows' last tokens.
-    """
-    before = mx.zeros_like(hidden[:, :1]) if state[0] is None else state[0]
-    if getattr(state, "by_token", False):
-        state[0] = hidden
-    elif state.lengths is None:
-        state[0] = hidden[:, -1:]
-    else:
-        state[0] = mx.take_along_axis(hidden, (state.lengths - 1)[:, None, None], axis=1)
-    return mx.concatenate([before, hidden[:, :-1]], axis=1)
-
-
-def text_model(model: Any) -> Any:
-    """Return the part of a model that has the layers and the output layer."""
-    return getattr(model, "language_model", model)
-
-
-def logits_of(text: Any, hidden: mx.array) -> mx.array:
-    """Apply the output layer of a text model to normed hidden states, (b, n, vocabulary)."""
-    head = text.lm_head if "lm_head" in text else text.model.embed_tokens.as_linear
-    logits: mx.array = head(hidden)
-    return logits

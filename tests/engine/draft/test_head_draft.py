@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +18,13 @@ from penstock.engine.draft.head_draft import HeadDraft
 from penstock.engine.model import verification
 from penstock.engine.model.constraint import json_schema_grammar
 from penstock.engine.model.model_probe import weight_bytes
-from penstock.engine.model.proposals import NgramProposer, Proposal
-from penstock.engine.model.shared_text import SharedProposer
 from penstock.engine.model.step_costs import StepCosts
 from penstock.engine.request import Request
 from penstock.ledger import Kind
 from penstock.models.loading import load
 from penstock.recall import MODEL_PATH
 
-
-@pytest.fixture(autouse=True)
-def drafts_pay(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A busy machine measures anything; here a step takes the same whatever it checks."""
-    monkeypatch.setattr(StepCosts, "ratio", lambda *_: 1.0)
-    monkeypatch.setattr(StepCosts, "draft_ratio", lambda *_: 0.0)
-    monkeypatch.setattr(StepCosts, "saved_seconds", lambda *_: 1e9)
-    with tiny_families.uncompiled():
-        yield
-
-
-@pytest.fixture
-def only_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known text proposes nothing."""
-    for proposer in (NgramProposer, SharedProposer):
-        monkeypatch.setattr(proposer, "propose", lambda *_: Proposal([]))
+pytestmark = pytest.mark.usefixtures("drafts_pay")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

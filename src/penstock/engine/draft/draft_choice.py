@@ -40,7 +40,7 @@ def open_draft(source: Any, tokenizer: Any, base: Foundation, stores: KVStores) 
         return BlockDraft(base.runner, base.tails)
     if not base.runner.predicts:
         raise SettingError(
-            f"{DRAFT_SETTING}: the model was loaded without a multi-token head or block drafter; "
+            f"{DRAFT_SETTING}: the model was loaded without a multi-token head or drafter; "
             f"load it with mtp=True, or mtp=FOLDER"
         )
     return HeadDraft(base.runner, base.tails)

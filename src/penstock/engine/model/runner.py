@@ -163,7 +163,7 @@ class Runner:
         )  # unbounded during the self-test
         self._state_bytes = 0
         self.states_by_token = False
-        """Whether a decode step gives states after each of its tokens, see `RecurrentState.at`."""
+        """Whether a decode step gives states after each token, see `RecurrentState.after`."""
         self.state_form = NO_STATES
         self.ways: AttentionWays = PlainOperations()
         self.selection = READ_ALL

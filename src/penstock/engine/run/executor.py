@@ -322,7 +322,7 @@ class ModelExecutor:
         counts = [0 if isinstance(of, Exception) else len(of) for of in chosen]
         if self._runner.states_by_token and len(new[0]) > 1:
             return [
-                state.at(count - 1) if count else None
+                state.after(count - 1) if count else None
                 for state, count in zip(decoded.recurrent_states, counts, strict=True)
             ]
         rejected: dict[int, list[int]] = {}

@@ -94,7 +94,8 @@ def kv_dtype(model: nn.Module) -> mx.Dtype | None:
     """
     layers = getattr(model, "layers", None) or []
     together = [layer for run in _in_turn(model) for layer in run]
-    return mx.float16 if together == layers and all(map(_halves, layers)) else None
+    whole = bool(together) and together == layers
+    return mx.float16 if whole and all(map(_halves, layers)) else None
 
 
 def planned_kv_dtype(spec: ModelSpec, config: Mapping[str, Any]) -> str | None:
