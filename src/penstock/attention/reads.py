@@ -115,14 +115,15 @@ class DecodeReads(Reads):
 
 
 class DraftedBlockReads(DecodeReads):
-    """Cache of one layer for blocks of new tokens that all see each other."""
+    """Cache of one layer for a block of new tokens per row; those of a block see each other."""
 
     def __init__(
         self, step: DecodeStep, read: DecodeStep, layer: int, attention_window: AttentionWindow
     ) -> None:
-        """Take the step that appends the blocks, and one with a row for each of their tokens.
+        """Take the step that appends the blocks, and one that reads, with a row for each token.
 
-        A row of `read` stands for the last token of its block, so that it sees them all.
+        All rows of a block in `read` have the position of its last token, so that they see the
+        whole block. The queries are rotated to positions of their own.
         """
         super().__init__(step, layer, attention_window)
         self._read = read

@@ -90,7 +90,7 @@ class BlockDrafterSpec:
             _count(values, "num_hidden_layers"),
             _count(values, "block_size", least=2),
             _count(values, "mask_token_id", least=0),
-            tuple(_count({"id": number}, "id", least=0) for number in values["target_layer_ids"]),
+            _layer_numbers(values, "target_layer_ids", first=0),
         )
 
 
@@ -119,9 +119,9 @@ class EagleSpec:
         if _count({"num_hidden_layers": 1, **values}, "num_hidden_layers") != 1:
             raise ModelError("EAGLE-3 drafters with several layers are not supported")
         sizes = DrafterSizes.of(values)
-        ids = config.get("eagle_aux_hidden_state_layer_ids")
+        key = "eagle_aux_hidden_state_layer_ids"
         # A number counts the layers before a state.
-        read = None if ids is None else tuple(_count({"id": n}, "id") - 1 for n in ids)
+        read = None if config.get(key) is None else _layer_numbers(config, key, first=1)
         if (config.get("target_hidden_size") or sizes.width) != sizes.width:
             raise ModelError("EAGLE-3 drafters of another width than their model's are unsupported")
         return cls(
@@ -176,6 +176,14 @@ def drafter_tensor(name: str) -> str | None:
     """
     name = name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
     return None if _UNUSED.match(name) else DRAFTER_PREFIX + name
+
+
+def _layer_numbers(values: Mapping[str, Any], key: str, first: int) -> tuple[int, ...]:
+    """Return numbers of layers from 0, of a list that counts from `first`."""
+    numbers = values[key]
+    if not isinstance(numbers, list) or not numbers:
+        raise ValueError(f"{key!r}: {numbers!r}"[:64])
+    return tuple(_count({key: number}, key, least=first) - first for number in numbers)
 
 
 def _number(values: Mapping[str, Any], key: str) -> float:

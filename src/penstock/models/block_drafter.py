@@ -1,11 +1,12 @@
 """Block drafters (DFlash): small models that propose several tokens in one pass.
 
-    hidden states of token n, of some layers ──> one matrix ──> keys and values of token n
+    hidden states of tokens up to n-1, of some layers ──> one matrix ──> their keys and values
     token n, masks for n+1, n+2, ... ──> layers that attend to those and to each other ──> tokens
 
-A model class with a drafter has one more cache per layer of the drafter. Each pass of the model
-writes their keys and values from the hidden states of its own layers, so all that keeps, shares
-and counts KV covers the drafter. A proposal reads them, and needs no other state.
+Token n is the last one, which the model has not read yet. A model class with a drafter has one more
+cache per layer of the drafter. Each pass of the model writes their keys and values from the hidden
+states of its own layers, so all that keeps, shares and counts KV covers the drafter. A proposal
+reads them, and needs no other state.
 """
 
 from __future__ import annotations

@@ -103,9 +103,9 @@ def check_model(model: Any, width: int, read_layers: Callable[[int], Sequence[in
     read = read_layers(len(layers))
     if own_width != width or not all(0 <= number < len(layers) for number in read):
         raise ModelError(
-            f"the drafter is one of another model: it reads hidden states of {width:,} numbers, of "
-            f"the layers {', '.join(map(str, read))}; the model has {len(layers)} layers of "
-            f"{own_width:,}"
+            f"the drafter is one of another model: it reads the outputs of layers "
+            f"{', '.join(map(str, read))} (the first is 0), vectors of {width:,} numbers; the "
+            f"model has {len(layers)} layers, vectors of {own_width:,}"
         )
 
 

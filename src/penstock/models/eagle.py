@@ -2,11 +2,12 @@
 
     hidden states at n-1, of three layers ──> one matrix ─┐
                                                           ├─> norms, a layer ──> token n+1
-    token n ──────────────────────────────────────────────┘         └─> in place of the states at n
+    token n ──────────────────────────────────────────────┘         └─> as the matrix's output at n
 
 A model class with such a drafter has one more cache: the drafter's keys and values, and as its
-state the last token's hidden states behind the matrix. Each pass of the model writes both. As a
-state of every new token can be had, a rejected proposal costs no further pass.
+state the output of the matrix for the last token. Each pass of the model writes both. A pass over
+proposals stores that output for every token; after a rejection the one of the last accepted token
+is taken, without a further pass.
 """
 
 from __future__ import annotations

@@ -52,12 +52,16 @@ def caches_of(model: Any, parent: Any, make_kv: Callable[[], Any]) -> list[Any]:
 
 
 def shifted(hidden: mx.array, state: Any) -> mx.array:
-    """Return the hidden states of the tokens before some, and note the last one, or all.
+    """Return for each token the hidden state of the token before it, and store the next pass's.
+
+    The first token of a text gets zeros.
 
     Args:
         hidden: hidden states of tokens, (b, n, width).
-        state: mlx-lm's cache with the state of the token before them. With `by_token` it then has
-            the states of all, with `lengths` those of the rows' last tokens.
+        state: mlx-lm's cache with the hidden state of the token before these, or None at the start
+            of a text. Afterwards it has that of the last token; with `lengths`, of each row's last
+            token without padding; with `by_token`, of every token, to choose one of after a
+            rejection.
     """
     before = mx.zeros_like(hidden[:, :1]) if state[0] is None else state[0]
     if getattr(state, "by_token", False):

@@ -1,7 +1,8 @@
 """`BlockDraft`: tokens that a block drafter (DFlash) proposes, all in one pass.
 
-The drafter's keys and values are those of the model's last layers: each pass of the model writes
-them for the tokens it reads. A proposal uses columns of the tail that the next pass overwrites.
+The drafter's layers come after the model's in every list of layers and caches, with keys and values
+of their own: each pass of the model writes them for the tokens it reads. A proposal uses columns of
+the tail that the next pass overwrites.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from penstock.kv.tails import Tails
 
 
 class BlockDraft(NoDraft):
-    """Proposals by a drafter whose weights and KV are the model's. Engine thread only."""
+    """Proposals by a drafter that is loaded as a part of the model. Engine thread only."""
 
     proposes = drafts_at_once = True
 

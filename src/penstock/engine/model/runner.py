@@ -331,21 +331,22 @@ class Runner:
 
     @property
     def predicts(self) -> bool:
-        """Whether the model has a multi-token head or EAGLE drafter; its KV is the last layer's."""
+        """Whether the model has a multi-token head or EAGLE drafter; its KV is the last."""
         return hasattr(self.model, "predict")
 
     def predict(
         self, tokens: Sequence[int], hidden: mx.array, rows: Sequence[DecodeRow], tails: Tails
     ) -> tuple[mx.array, mx.array]:
-        """Predict the next token of each row by the multi-token head or EAGLE drafter.
+        """Predict what follows the last token of each row, by the head or EAGLE drafter.
 
         Returns logits, (rows, vocabulary), and the hidden states for the next call, (rows, 1,
         width); evaluated only for models with joined keys and values. The keys and values are
         written into the rows' tails.
 
         Args:
-            tokens: the next token of each row.
-            hidden: hidden states before these tokens, (rows, 1, width).
+            tokens: last token of each row, generated or proposed, whose KV is not written yet.
+            hidden: state before each token, (rows, 1, width): that in the row's recurrent states,
+                then the second result of the previous call.
             rows: rows in the order of `in_order`, with a free column in their tails.
         """
         tails.ready()
@@ -376,20 +377,20 @@ class Runner:
     def block_tokens(self) -> int:
         """Number of tokens of a block of the model's drafter; 0 without one.
 
-        The drafter's KV is that of the last layers.
+        The KV of the drafter's layers is the last in lists of layers.
         """
         return int(getattr(self.model, "block_tokens", 0))
 
     def predict_block(
         self, tokens: Sequence[int], width: int, rows: Sequence[DecodeRow], tails: Tails
     ) -> mx.array:
-        """Predict the next `width - 1` tokens of each row by the block drafter, at once.
+        """Predict the `width - 1` tokens that follow the last one of each row by the block drafter.
 
         Returns logits, (rows, width - 1, vocabulary); nothing is evaluated. The block's keys and
         values are written into the rows' tails.
 
         Args:
-            tokens: the next token of each row.
+            tokens: last token of each row, whose KV is not written yet; the first of the block.
             width: number of tokens of the block, at most `block_tokens`.
             rows: rows in the order of `in_order`, with `width` free columns in their tails.
         """
