@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.errors import SettingError
+from penstock.plurals import counted
 from penstock_bench.engine_sides import LLAMA, OURS, RIVAL
 from penstock_bench.report import Line, Notify, Report
 from penstock_bench.serve_client import Reply, connected
@@ -77,8 +78,8 @@ def _with_text(length: int, replies: Sequence[Reply]) -> list[Reply]:
     answers = [reply for reply in replies if len(reply.text_times) > 1]
     if not answers:
         raise SettingError(
-            f"the model ends its answers to prompts of {length:,} tokens at once; take one that "
-            f"was trained to chat"
+            f"the model ends its answers to prompts of {counted(length, 'token')} at once; take "
+            f"one that was trained to chat"
         )
     return answers
 
