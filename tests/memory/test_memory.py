@@ -42,6 +42,26 @@ MLA = {
     "num_key_value_heads": 4,
     "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
 }
+INDEXED = {
+    **MLA,
+    "q_lora_rank": 24,
+    "rope_scaling": None,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "index_topk": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.0,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_layer_freq": 1,
+    "first_k_dense_replace": 1,
+    "attention_bias": False,
+}
 GATED_DELTA = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
@@ -195,6 +215,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {**MLA, "n_routed_experts": None},
     "deepseek_v3": {**MLA, "n_routed_experts": None},
+    "deepseek_v32": {**INDEXED, "rope_theta": 1e4},
+    "glm_moe_dsa": {**INDEXED, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
     "qwen3_next": {
         **FLOAT32,
         **GATED_DELTA,

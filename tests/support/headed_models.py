@@ -19,7 +19,9 @@ from penstock.models.mtp import with_head
 from penstock.recall import MODEL_PATH
 
 QWEN = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-FAMILIES = (*QWEN, "deepseek_v3", "glm4_moe", "glm4_moe_lite", "mimo")
+LAYERED = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
+"""Families whose heads are published as the layer after the last."""
+FAMILIES = (*QWEN, *LAYERED, "mimo")
 _LAYER = {
     "fc": "eh_proj",
     "pre_fc_norm_embedding": "enorm",
@@ -27,9 +29,7 @@ _LAYER = {
     "norm": "shared_head.norm",
 }
 _PUBLISHED = {
-    "deepseek_v3": _LAYER,
-    "glm4_moe": _LAYER,
-    "glm4_moe_lite": _LAYER,
+    **dict.fromkeys(LAYERED, _LAYER),
     "mimo": {
         "fc": "input_proj",
         "pre_fc_norm_embedding": "token_layernorm",

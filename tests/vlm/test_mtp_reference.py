@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -17,7 +18,7 @@ from mlx_vlm.split_mtp import split_mtp
 
 from penstock.errors import ModelError
 from penstock.models.loading import load
-from penstock.models.mlx_lm import head_cache
+from penstock.models.mlx_lm import kv_cache
 
 
 def published(family: str, folder: Path) -> Path:
@@ -43,7 +44,24 @@ def test_head_matches_mlx_vlm(family: str, tmp_path: Path) -> None:
     hidden = text.model(tokens)
     previous = mx.concatenate([mx.zeros_like(hidden[:, :1]), hidden[:, :-1]], axis=1)
     expected = drafter._forward_tokens(tokens, previous, mx.int32)
-    actual = model.mtp(text.model.embed_tokens(tokens), previous, head_cache()[0])
+    actual = model.mtp(text.model.embed_tokens(tokens), previous, kv_cache())
+    assert mx.allclose(actual, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_head_after_last_layer_matches_mlx_vlm(tmp_path: Path) -> None:
+    folder = write_published("glm_moe_dsa", tmp_path / "model")
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    repeated = ("embed_tokens.weight", "shared_head.head.weight")  # which mlx-vlm does not expect
+    kept = {n: w for n, w in weights.items() if not (".4." in n and n.endswith(repeated))}
+    mx.save_safetensors(str(folder / "model.safetensors"), kept)
+    model, _ = load(folder, weights_dtype="native", mtp=True, model_source="mlx-lm")
+    drafter: Any = detect_mtp_splitter(folder).load(folder)
+    drafter.reset(model)
+    tokens = mx.array([prompt_of(40)])  # beyond the number of tokens that an index selects
+    hidden = model.model(tokens)
+    expected = drafter._forward_tokens(tokens, hidden, mx.int32)
+    kv, _ = model.make_cache()[-1]
+    actual = model.mtp(model.model.embed_tokens(tokens), hidden, kv)
     assert mx.allclose(actual, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -67,7 +85,7 @@ def test_split_folder_of_mlx_vlm_is_read(family: str, tmp_path: Path) -> None:
         )
 
 
-def test_classes_of_mlx_vlm_take_no_head(tmp_path: Path) -> None:
-    folder = write_published("qwen3_5", tmp_path / "model")
+def test_head_of_mlx_lm_alone_is_refused_beside_mlx_vlm(tmp_path: Path) -> None:
+    folder = write_published("glm4_moe", tmp_path / "model")
     with pytest.raises(ModelError, match="--model-source mlx-lm"):
         load(folder, mtp=True, model_source="mlx-vlm")

@@ -6,7 +6,7 @@ To add a family, write a function that returns the layers of a config, and list 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.errors import ModelError
 from penstock.memory.spec import DTYPE_BYTES, LayerKind, LayerSpec
@@ -165,6 +165,13 @@ def _latent(c: Config) -> list[LayerSpec]:
     return [layer] * c.layer_count
 
 
+def _indexed_latent(c: Config) -> list[LayerSpec]:
+    """DeepSeek V3.2 and GLM 5: latents, and the index keys of a layer, twice (mlx-lm's cache)."""
+    index = c.positive("index_head_dim")
+    keys, values = c.positive("kv_lora_rank") + index, c.positive("qk_rope_head_dim") + index
+    return [LayerSpec("full", 1, keys, values)] * c.layer_count
+
+
 def _unfolded_latent(c: Config) -> list[LayerSpec]:
     """Multi-head latent attention that mlx-lm expands to all heads before caching."""
     key_dim = c.positive("qk_nope_head_dim") + c.positive("qk_rope_head_dim")
@@ -172,14 +179,38 @@ def _unfolded_latent(c: Config) -> list[LayerSpec]:
     return [layer] * c.layer_count
 
 
-def _gated_delta(c: Config) -> list[LayerSpec]:
-    """Qwen3-Next and 3.5: convolution state, and (value heads, value dim, key dim) in float32."""
+def _linear_attention(c: Config) -> LayerSpec:
+    """Return Qwen's linear attention: convolution state, and a matrix a value head in float32."""
     key_dim, value_dim = c.positive("linear_key_head_dim"), c.positive("linear_value_head_dim")
     values = c.positive("linear_num_value_heads") * value_dim
     channels = 2 * c.positive("linear_num_key_heads") * key_dim + values
-    linear = c.recurrent((c.positive("linear_conv_kernel_dim") - 1) * channels, values * key_dim)
-    period = c.positive("full_attention_interval")
+    return c.recurrent((c.positive("linear_conv_kernel_dim") - 1) * channels, values * key_dim)
+
+
+def _gated_delta(c: Config) -> list[LayerSpec]:
+    """Qwen3-Next and 3.5: linear attention, and full attention every few layers."""
+    linear, period = _linear_attention(c), c.positive("full_attention_interval")
     return [linear if (i + 1) % period else c.full() for i in range(c.layer_count)]
+
+
+def _qwen4(c: Config) -> list[LayerSpec]:
+    """Qwen4: as Qwen3.5, with index keys where a layer attends, and n-gram embeddings elsewhere.
+
+    A layer with those keeps the last inputs of a convolution, and an n-gram's tokens but the last.
+    """
+    keys = c.kv_heads * c.head_dim
+    full = LayerSpec("full", 1, keys + c.positive("indexer_head_dim"), keys)
+    linear, ngram = _linear_attention(c), c.positive("ngram_size")
+    inputs = (c.positive("ple_conv_kernel_size") - 1) * ngram * c.positive("hc_count") * c.hidden
+    more = c.state(inputs, 0) + 8 * (ngram - 1)
+    embeds = replace(linear, state_bytes=(linear.state_bytes or 0) + more)
+    types, period = c.strings("layer_types"), c.positive("full_attention_interval")
+    if types is None:
+        types = ["linear_attention" if (i + 1) % period else "" for i in range(c.layer_count)]
+    layers = [linear if kind == "linear_attention" else full for kind in types]
+    numbers = c.values.get("ple_layer_ids")
+    numbers = numbers if isinstance(numbers, list) else []
+    return [embeds if i in numbers else layer for i, layer in enumerate(layers, 1)]
 
 
 def _mamba2_state(
@@ -320,6 +351,14 @@ _PLAIN = _family(_plain, gated_mlp=True)
 _DERIVED = _family(_derived_head_dim, gated_mlp=True)
 _LATENT = _family(_latent)
 _GATED_DELTA = _family(_gated_delta, full_attention_interval=4)
+_QWEN4 = _family(
+    _qwen4,
+    full_attention_interval=4,
+    hc_count=4,
+    ngram_size=3,
+    ple_conv_kernel_size=4,
+    indexer_head_dim=128,
+)
 _GEMMA3 = {"head_dim": 256, "sliding_window": 512, "sliding_window_pattern": 6}
 _GEMMA4 = _family(
     _shared_kv, num_hidden_layers=35, hidden_size=1536, num_attention_heads=8, head_dim=256,
@@ -350,8 +389,10 @@ FAMILIES: dict[str, Family] = {
     "olmo3": _family(_alternating(4), gated_mlp=True, tie_word_embeddings=False),
     "deepseek_v2": _family(_unfolded_latent),
     **dict.fromkeys(("deepseek_v3", "kimi_k2", "joyai_llm_flash", "glm4_moe_lite"), _LATENT),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _family(_indexed_latent)),
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text"), _GATED_DELTA),
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), _GATED_DELTA),
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), _QWEN4),
     **dict.fromkeys(("mamba", "falcon_mamba"), _family(_mamba)),
     "mamba2": _family(_mamba2),
     "falcon_h1": _family(_falcon_h1),

@@ -10,12 +10,20 @@ from typing import Any, TypeAlias
 
 from penstock.errors import ModelError
 
-LAYER_HEADED = frozenset({"deepseek_v3", "glm4_moe", "glm4_moe_lite"})
+LAYER_HEADED = frozenset(
+    {"deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"}
+)
 """Model types whose heads are published as the layer after the last."""
-HEADED_TYPES = LAYER_HEADED | {"mimo", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
-"""Model types whose heads are read."""
-SPLIT_TYPES = frozenset({"qwen3_5_mtp"})
-"""Model types of folders that have a head alone, as mlx-vlm splits them off."""
+_QWEN3_5 = frozenset({"qwen3_5", "qwen3_5_moe"})
+HEADED_BY_SOURCE = {
+    "mlx-lm": LAYER_HEADED | _QWEN3_5 | {"mimo", "qwen3_next"},
+    "mlx-vlm": _QWEN3_5 | {"qwen4_exp"},
+}
+"""Model types whose heads are read, by the library of the model's classes."""
+HEADED_TYPES = frozenset[str]().union(*HEADED_BY_SOURCE.values())
+SPLIT_TYPES = {"qwen3_5_mtp": "qwen3", "qwen4_exp_mtp": "qwen4_exp"}
+"""Model types of folders that have a head alone, as mlx-vlm splits them off, and the beginning of
+the model types that they go with."""
 PREFIX = "mtp."
 DRAFTER_PREFIX = "drafter."
 BLOCK_DRAFTER = "DFlashDraftModel"

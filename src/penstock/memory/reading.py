@@ -77,7 +77,8 @@ def read_model_spec(
         if model_type not in HEADED_TYPES or not has_head(mtp):
             raise no_head(mtp)
         full = next((layer for layer in reversed(layers) if layer.kind == "full"), c.full())
-        layers.append(replace(full, state_bytes=c.hidden * c.scalar_bytes))
+        width = c.hidden * c.integer("hc_count", default=1)  # Qwen4's hidden state has streams
+        layers.append(replace(full, state_bytes=width * c.scalar_bytes))
     elif model_type in HEADED_TYPES and folder is not None and has_head(folder):
         notes.append("the weights of its multi-token head are left out without --draft-model mtp")
 

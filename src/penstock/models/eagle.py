@@ -107,7 +107,7 @@ class EagleDrafter(nn.Module):
 def with_eagle(
     model_class: type[Any],
     make_kv: Callable[[], Any],
-    make_cache: Callable[[], Any],
+    make_cache: Callable[[Any], Any],
     spec: EagleSpec,
     rope: nn.Module,
     read: Callable[[], Mapping[str, mx.array]],
@@ -117,7 +117,7 @@ def with_eagle(
     Args:
         model_class: class with a list of layers and an embedding without a factor.
         make_kv: makes mlx-lm's cache of a layer that reads all tokens.
-        make_cache: makes mlx-lm's cache of the drafter: keys and values, and one state.
+        make_cache: makes mlx-lm's cache of the drafter, given that of its keys and values.
         read: reads the weights of the drafter under their published names.
 
     Raises:
@@ -157,7 +157,7 @@ def with_eagle(
             return self.drafter.logits(hidden), hidden
 
         def make_cache(self) -> list[Any]:
-            return [*caches_of(self, super(), make_kv), make_cache()]
+            return [*caches_of(self, super(), make_kv), make_cache(make_kv())]
 
         def sanitize(self, model_weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
             if hasattr(model_class, "sanitize"):

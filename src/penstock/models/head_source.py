@@ -27,8 +27,17 @@ def head_of(settings: Mapping[str, Any]) -> str | None:
 
 def is_split_head(source: str | Path) -> bool:
     """Return whether a folder, or a downloaded name, has a multi-token head alone."""
-    config = read_object(source_of(str(source)), "config.json")
-    return config.get("model_type") in SPLIT_TYPES
+    return _type_in(source) in SPLIT_TYPES
+
+
+def is_split_for(source: str | Path, model_type: object) -> bool:
+    """Return whether a folder has a multi-token head alone that goes with a model type."""
+    prefix = SPLIT_TYPES.get(_type_in(source))
+    return prefix is not None and str(model_type).startswith(prefix)
+
+
+def _type_in(source: str | Path) -> str:
+    return str(read_object(source_of(str(source)), "config.json").get("model_type"))
 
 
 def state_drafter(source: str | Path) -> DrafterSpec | None:

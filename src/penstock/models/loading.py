@@ -10,15 +10,14 @@ import mlx.nn as nn
 from penstock.attention import devices
 from penstock.config import MTP, ModelSource, WeightsDtype
 from penstock.errors import ModelError
-from penstock.memory.heads import HEADED_TYPES, no_head, not_beside_file
+from penstock.memory.heads import HEADED_BY_SOURCE, no_head, not_beside_file
 from penstock.memory.reading import has_head
 from penstock.memory.sizes import parse_bytes
 from penstock.models import named, recommended
 from penstock.models.adapters import adapter_bytes
 from penstock.models.drafted_reader import drafted_reader
-from penstock.models.head_source import head_folder, is_split_head, state_drafter
+from penstock.models.head_source import head_folder, is_split_for, state_drafter
 from penstock.models.mlx_lm import (
-    HeadedReader,
     Loaded,
     ModelReader,
     TokenizerWrapper,
@@ -99,7 +98,7 @@ def load_all(
     choice, reader = choose_source(source, model_source)
     if mtp is not None:
         source = source if Path(source).is_dir() else str(recommended.pull(source))
-        reader = _headed(source, choice, mtp)
+        reader = _headed(source, choice, reader, mtp)
     return load_folder(source, weights_dtype, limit_bytes, reader, choice, adapters or {})
 
 
@@ -183,29 +182,32 @@ def _widening(
     source = checked_source(path)
     choice, reader = choose_source(source, model_source)
     if mtp is not None:
-        reader = _headed(source, choice, mtp)
+        reader = _headed(source, choice, reader, mtp)
     return folder_widening(source, weights_dtype, limit_bytes, reader)
 
 
-def _headed(source: str, choice: SourceChoice, mtp: str | Path) -> ModelReader:
+def _headed(source: str, choice: SourceChoice, reader: ModelReader, mtp: str | Path) -> ModelReader:
     """Return the reader of a folder with a head or a drafter; ModelError if none is read."""
-    if choice.name != "mlx-lm":
-        raise ModelError(
-            f"{source}: multi-token heads (mtp) and drafters (DFlash, EAGLE-3) are read beside "
-            f"mlx-lm's classes alone; add --model-source mlx-lm"
-        )
     model_type = read_object(source, "config.json").get("model_type")
     head = head_folder(mtp, Path(source))
     drafter = state_drafter(head)
+    if choice.name != "mlx-lm" and (
+        drafter is not None or model_type not in HEADED_BY_SOURCE[choice.name]
+    ):
+        raise ModelError(
+            f"{source}: the multi-token heads (mtp) of this model type and drafters (DFlash, "
+            f"EAGLE-3) are read beside mlx-lm's classes alone; add --model-source mlx-lm"
+        )
     if drafter is not None:
         if not has_head(head):
             raise ModelError(f"{head} has no weights in model*.safetensors files")
         return drafted_reader(head, drafter)
-    is_split = is_split_head(head) and str(model_type).startswith("qwen3")
+    is_split = is_split_for(head, model_type)
     is_own = head.is_dir() and head.samefile(source)
-    if model_type not in HEADED_TYPES or not (is_split or is_own) or not has_head(head):
+    is_known = model_type in HEADED_BY_SOURCE[choice.name]
+    if not is_known or not (is_split or is_own) or not has_head(head):
         raise no_head(head)
-    return HeadedReader(head if is_split else None)
+    return reader.headed(head)
 
 
 def _limit(memory_limit: str | int | None) -> int:

@@ -120,6 +120,13 @@ class ModelReader(Protocol):
 
     def read_model(self, folder: Path) -> nn.Module: ...
 
+    def headed(self, head: Path) -> ModelReader:
+        """Return a reader of models together with a multi-token head (MTP).
+
+        Args:
+            head: folder of the head, which may be the model's.
+        """
+
 
 class MlxLmReader:
     release = f"mlx-lm {version('mlx-lm')}"
@@ -143,13 +150,15 @@ class MlxLmReader:
         model: nn.Module = mlx_lm.utils.load_model(folder, lazy=True)[0]
         return model
 
+    def headed(self, head: Path) -> ModelReader:
+        return HeadedReader(head)
+
 
 class HeadedReader(MlxLmReader):
     """Reads a model together with a multi-token head (MTP)."""
 
-    def __init__(self, split: Path | None) -> None:
-        """Take the folder of a head alone; None for the head in the model's folder."""
-        self._split = split
+    def __init__(self, head: Path) -> None:
+        self._head = head
 
     def read(self, source: str) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
         folder = Path(source)
@@ -158,9 +167,9 @@ class HeadedReader(MlxLmReader):
 
     def read_model(self, folder: Path) -> nn.Module:
         config, split = mlx_lm.utils.load_config(folder), None
-        if self._split is not None:
-            split = partial(read_weights, self._split)
-            coding = mlx_lm.utils.load_config(self._split).get("quantization")
+        if not self._head.samefile(folder):
+            split = partial(read_weights, self._head)
+            coding = mlx_lm.utils.load_config(self._head).get("quantization")
             if coding is not None and "quantization_config" not in config:
                 # It is taken for modules alone whose weights have scales.
                 config.setdefault("quantization", coding)
@@ -203,10 +212,14 @@ class ChangedReader(MlxLmReader):
         return model
 
 
-def head_cache() -> Any:
-    """Return mlx-lm's cache of a multi-token head: keys and values, and one state."""
+def head_cache(kv: Any) -> Any:
+    """Return mlx-lm's cache of a multi-token head: its keys and values, and one state.
+
+    Args:
+        kv: cache of the keys and values, or a list of caches.
+    """
     caches = mlx_lm.models.cache
-    return caches.CacheList(caches.KVCache(), caches.ArraysCache(1))
+    return caches.CacheList(kv, caches.ArraysCache(1))
 
 
 def rope_of(

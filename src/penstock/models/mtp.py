@@ -38,7 +38,9 @@ _LAYER_PARTS = {
     "final_layernorm": "norm",
 }
 """Names of parts of heads that are published as a further layer, and those used here."""
-_MASKED_TYPES = ("deepseek_v3", "glm4_moe_lite")
+_INDEXED_TYPES = ("deepseek_v32", "glm_moe_dsa")
+"""Model types whose layers have an index, with a cache of its own."""
+_MASKED_TYPES = ("deepseek_v3", "glm4_moe_lite", *_INDEXED_TYPES)
 """Model types whose layers compute with masks, which must be arrays."""
 
 
@@ -54,6 +56,7 @@ class MultiTokenHead(nn.Module):
         self.pre_fc_norm_hidden = nn.RMSNorm(width, eps=eps)
         self.layers = [_layer_of(text)]
         self._masked = args.model_type in _MASKED_TYPES
+        self._indexed = args.model_type in _INDEXED_TYPES
         self.norm = nn.RMSNorm(width, eps=eps)
 
     def __call__(self, embedded: mx.array, hidden: mx.array, kv: Any) -> mx.array:
@@ -62,11 +65,12 @@ class MultiTokenHead(nn.Module):
         Args:
             embedded: embeddings of tokens.
             hidden: normed hidden states of the tokens before them.
-            kv: cache of the head's keys and values.
+            kv: cache of the head's keys and values, or those of its keys and values and its index.
         """
         parts = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)]
         x = self.fc(mx.concatenate(parts, axis=-1))
-        mask = kv.make_mask(x.shape[1], return_array=self._masked, window_size=None)
+        first = kv[0] if self._indexed else kv
+        mask = first.make_mask(x.shape[1], return_array=self._masked, window_size=None)
         for layer in self.layers:
             x = layer(x, mask, kv)
         normed: mx.array = self.norm(x)
@@ -76,7 +80,7 @@ class MultiTokenHead(nn.Module):
 def with_head(
     model_class: type[Any],
     make_kv: Callable[[], Any],
-    make_cache: Callable[[], Any],
+    make_cache: Callable[[Any], Any],
     split: Callable[[], Mapping[str, mx.array]] | None = None,
 ) -> type[nn.Module]:
     """Return a subclass of mlx-lm's model class that keeps the head of its checkpoint.
@@ -84,7 +88,7 @@ def with_head(
     Args:
         model_class: class of a type in `memory.heads.HEADED_TYPES`.
         make_kv: makes mlx-lm's cache of a layer that reads all tokens.
-        make_cache: makes mlx-lm's cache of the head: keys and values, and one state.
+        make_cache: makes mlx-lm's cache of the head, given that of its keys and values.
         split: reads the weights of a head from a folder of its own; None for those of the
             checkpoint.
     """
@@ -114,7 +118,11 @@ def with_head(
             return logits_of(text, hidden), hidden
 
         def make_cache(self) -> list[Any]:
-            return [*caches_of(self, super(), make_kv), make_cache()]
+            caches = caches_of(self, super(), make_kv)
+            is_indexed = text_model(self).args.model_type in _INDEXED_TYPES
+            # A further cache of the last layer's kind, which is not used as such.
+            kv = caches_of(self, super(), make_kv)[-1] if is_indexed else make_kv()
+            return [*caches, make_cache(kv)]
 
         def sanitize(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
             args = text_model(self).args
@@ -137,7 +145,7 @@ def with_head(
 def layer_head_weights(
     model_class: type[Any], args: Any, weights: Mapping[str, mx.array]
 ) -> dict[str, mx.array]:
-    """Return the weights of a head of DeepSeek V3, GLM or MiMo under the names of `HeadedModel`.
+    """Return the weights of a head of DeepSeek, GLM or MiMo under the names of `HeadedModel`.
 
     The model's class converts them as those of its first layer.
 

@@ -368,8 +368,10 @@ class Runner:
         self, token: int, hidden: mx.array, row: DecodeRow, tails: Tails
     ) -> tuple[mx.array, mx.array]:
         reads = self._joined_reads(row.parts, row.position, (tails, row.slot, row.tail))
+        caches, _ = self.layout.caches(reads, None, row.position)
+        kv, _ = caches[-1]
         with adapted([row.adapter]):
-            logits, after = self.model.predict(mx.array([[token]]), hidden, reads[-1])
+            logits, after = self.model.predict(mx.array([[token]]), hidden, kv)
         mx.eval(logits, after)  # one sequence at a time, to bound memory
         return logits, after
 

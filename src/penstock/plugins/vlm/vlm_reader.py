@@ -7,25 +7,22 @@ if `vlm_images` supports it; those for audio and video are not.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from penstock.errors import ModelError
 from penstock.models import named
-from penstock.models.mlx_lm import (
-    SWITCHES,
-    TokenizerWrapper,
-    read_text_side,
-)
+from penstock.models.hidden_states import logits_of, shifted
+from penstock.models.mlx_lm import SWITCHES, TokenizerWrapper, head_cache, read_text_side
 from penstock.models.source import first_line
 from penstock.open_files import unchanged_limit
-from penstock.plugins.vlm.vlm_caches import split_all
+from penstock.plugins.vlm.vlm_caches import split, split_all
 
 named.forbid_downloads()
 with unchanged_limit():
@@ -33,6 +30,7 @@ with unchanged_limit():
     import mlx_vlm.models.cache as caches
     import mlx_vlm.utils
     from mlx_vlm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+    from mlx_vlm.speculative.drafters.mtp_split import detect_mtp_splitter
 
     from penstock.plugins.vlm.vlm_images import FAMILIES, SEES_AHEAD, VlmImages, marker_of, tower_of
 
@@ -56,10 +54,13 @@ class TextModel(nn.Module):
         self._kept_positions = tuple(name for name in POSITIONS if hasattr(language_model, name))
 
     def __call__(self, inputs: mx.array, cache: Any = None, **arguments: Any) -> mx.array:
+        logits: mx.array = self._output(inputs, cache, **arguments).logits
+        return logits
+
+    def _output(self, inputs: mx.array, cache: Any, **arguments: Any) -> Any:
         for name in self._kept_positions:
             setattr(self.language_model, name, POSITIONS[name])
-        logits: mx.array = self.language_model(inputs, cache=cache, **arguments).logits
-        return logits
+        return self.language_model(inputs, cache=cache, **arguments)
 
     def read_images(self, model: nn.Module, processor: Any, marker: str) -> None:
         """Keep the vision tower of the whole model, and enable image inputs."""
@@ -81,6 +82,74 @@ class TextModel(nn.Module):
         return split_all(self.language_model, self.make_cache())
 
 
+Forward: TypeAlias = Callable[[Any, mx.array, mx.array, mx.array, Any], tuple[mx.array, mx.array]]
+"""Function of a head, embedded tokens, the hidden states before them, the tokens, and the cache of
+the head's keys and values. It returns hidden states for logits, and for the next call."""
+
+
+def _forward_normed(
+    head: Any, embedded: mx.array, hidden: mx.array, tokens: mx.array, kv: Any
+) -> tuple[mx.array, mx.array]:
+    positions = mx.array(kv.offset).reshape(-1, 1) + mx.arange(tokens.shape[1])
+    normed = head._forward_hidden(embedded, hidden, [kv], positions)
+    return normed, normed
+
+
+def _forward_streams(
+    head: Any, embedded: mx.array, hidden: mx.array, tokens: mx.array, kv: Any
+) -> tuple[mx.array, mx.array]:
+    head._next_position = kv.offset
+    mixed, streams = head._forward_hidden(embedded, hidden, tokens, [kv])
+    return mixed, streams
+
+
+HEADS: dict[str, Forward] = {
+    "qwen3_5": _forward_normed,
+    "qwen3_5_moe": _forward_normed,
+    "qwen4_exp": _forward_streams,
+}
+"""Forward pass of the multi-token head of each model type whose head is read."""
+
+
+class HeadedTextModel(TextModel):
+    """A language model of mlx-vlm with its multi-token head (MTP); see `models.mtp`."""
+
+    states_by_token = True
+
+    def __init__(self, text_model: TextModel, head: Any, forward: Forward) -> None:
+        super().__init__(text_model.language_model, text_model.args)
+        self.mtp = head
+        self._forward = forward
+
+    def __call__(self, inputs: mx.array, cache: Any = None, **arguments: Any) -> mx.array:
+        if cache is None:
+            return super().__call__(inputs, **arguments)
+        *caches, (kv, state) = cache
+        output = self._output(inputs, caches, return_hidden=True, **arguments)
+        previous = shifted(output.hidden_states[-1], state)
+        # Of the head only keys and values are kept; the rest is never evaluated.
+        self._forward(self.mtp, self._embedded(inputs), previous, inputs, kv)
+        logits: mx.array = output.logits
+        return logits
+
+    def predict(self, tokens: mx.array, hidden: mx.array, kv: Any) -> tuple[mx.array, mx.array]:
+        """Return the head's logits and its hidden states after tokens, (b, n, ...)."""
+        last, hidden = self._forward(self.mtp, self._embedded(tokens), hidden, tokens, kv)
+        return logits_of(self.language_model, last), hidden
+
+    def make_cache(self) -> list[Any]:
+        (kv,) = self.mtp.make_cache()
+        return [*super().make_cache(), head_cache(kv)]
+
+    def cache_parts(self) -> list[Any]:
+        *caches, (kv, _) = self.make_cache()
+        return [*split_all(self.language_model, caches), head_cache(split(kv))]
+
+    def _embedded(self, tokens: mx.array) -> mx.array:
+        embedded: mx.array = self.language_model.model.embed_tokens(tokens)
+        return embedded
+
+
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 MIXES_ARGUMENTS = ("LlavaProcessor",)
 """Processors of mlx-vlm that pass arguments for texts to image processors, which refuse them."""
@@ -92,6 +161,14 @@ class VlmReader:
     """Reads model folders with mlx-vlm's classes; see `models.mlx_lm.ModelReader`."""
 
     release = f"mlx-vlm {version('mlx-vlm')}"
+
+    def __init__(self, head: Path | None = None) -> None:
+        """Take the folder of a multi-token head, which may be the model's; None for no head."""
+        self._head = head
+
+    def headed(self, head: Path) -> VlmReader:
+        """Return a reader of models together with the multi-token head in a folder."""
+        return VlmReader(head)
 
     def knows(self, model_type: str) -> bool:
         name = mlx_vlm.utils.MODEL_REMAPPING.get(model_type.lower(), model_type.lower())
@@ -131,10 +208,29 @@ class VlmReader:
             raise ModelError(f"{folder.name} is not a language model")
         config = model.config
         text_model = TextModel(language_model, getattr(config, "text_config", config))
+        if self._head is not None:
+            forward = HEADS[config.model_type]
+            text_model = HeadedTextModel(text_model, _head_in(self._head), forward)
         marker = marker_of(config)
         if marker is not None and (processor := _processor(folder)) is not None:
             text_model.read_images(model, processor, marker)
         return text_model
+
+
+def _head_in(folder: Path) -> nn.Module:
+    """Read the multi-token head in a folder, its model's or one of its own, without evaluation."""
+    splitter = detect_mtp_splitter(folder)
+    if splitter is None:
+        head: nn.Module = mlx_vlm.utils.load_model(folder, lazy=True)
+        return head
+    splitter.load_shard = _read_lazily
+    head = splitter.load(folder, lazy=True)
+    return head
+
+
+def _read_lazily(file: Path, names: Sequence[str]) -> dict[str, mx.array]:
+    weights: Any = mx.load(str(file))
+    return {name: weights[name] for name in names}
 
 
 def _processor(folder: Path) -> Any:
