@@ -49,7 +49,7 @@ def test_page_has_no_axe_violations(browser: Any, scheme: str, width: int) -> No
         expect(page.locator("#leaf")).to_be_visible()
         page.locator("[data-term=nodes]").click()
         assert violations(page) == []
-        page.get_by_role("button", name="Kept").click()
+        page.get_by_role("button", name="History").click()
         assert violations(page) == []
         page.keyboard.press("Escape")
         page.locator("#rows").get_by_role("button").first.click()
@@ -76,7 +76,7 @@ def test_keyboard_focus_reaches_all_controls_and_returns(browser: Any) -> None:
         assert [name for name in reached if name in order][: len(order)] == order
         page.locator("#show-kept").focus()
         page.keyboard.press("Enter")
-        expect(page.get_by_role("dialog", name="Kept conversations")).to_be_visible()
+        expect(page.get_by_role("dialog", name="History")).to_be_visible()
         page.keyboard.press("Escape")
         expect(page.locator("#show-kept")).to_be_focused()
 

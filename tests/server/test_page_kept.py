@@ -53,13 +53,13 @@ def test_conversations_are_saved_listed_and_deleted(
         page.get_by_role("button", name="New chat").click()
         expect(page.locator(".message")).to_have_count(0)
         say(page, "The owner of the silent otter is Clara.")
-        page.get_by_role("button", name="Kept").click()
+        page.get_by_role("button", name="History").click()
         titles = rows(page).locator(".link")
         expect(titles).to_have_text(["The owner of the silent otter is Clara.", FACT])
         page.screenshot(path=shots / "kept.png")
         titles.nth(1).click()
         expect(page.locator(".message.user .text")).to_have_text([FACT, QUESTION])
-        page.get_by_role("button", name="Kept").click()
+        page.get_by_role("button", name="History").click()
         page.get_by_role("button", name=f"Delete {FACT}").click()
         expect(titles).to_have_text(["The owner of the silent otter is Clara."])
         page.get_by_role("button", name="Delete all").click()
@@ -74,13 +74,13 @@ def test_long_title_of_conversation_ends_with_ellipsis(
 ) -> None:
     with opened(browser, recall_server.url) as page:
         say(page, f"{FACT} {QUESTION}")
-        page.get_by_role("button", name="Kept").click()
+        page.get_by_role("button", name="History").click()
         expect(rows(page).locator(".link").first).to_have_text(f"{FACT} {QUESTION}"[:59] + "…")
 
 
 def test_conversation_is_not_saved_if_option_is_off(browser: Any, recall_server: Running) -> None:
     with opened(browser, recall_server.url) as page:
-        page.get_by_role("button", name="Kept").click()
+        page.get_by_role("button", name="History").click()
         page.get_by_label("Keep conversations").uncheck()
         expect(page.locator("#kept-note")).to_contain_text("New ones are not kept")
         page.keyboard.press("Escape")
@@ -155,6 +155,6 @@ def test_stopped_answer_is_saved_when_new_chat_begins(browser: Any, tmp_path: An
         expect(page.locator(".message.assistant .text")).to_contain_text("3, ")
         page.get_by_role("button", name="New chat").click()
         expect(page.get_by_role("button", name="Send")).to_be_visible()
-        page.get_by_role("button", name="Kept").click()
+        page.get_by_role("button", name="History").click()
         rows(page).get_by_role("button", name="Count.", exact=True).click()
         expect(page.locator(".message.assistant .text")).to_contain_text("3, ")
