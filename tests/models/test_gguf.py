@@ -6,7 +6,7 @@ import json
 import re
 import threading
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from penstock.models.widening import Widening
 from penstock.plugins.gguf import blocks
 from penstock.plugins.gguf.header import FORMS, Header, TensorInfo, is_gguf, read_header
 from penstock.plugins.gguf.loaded_bytes import native_bytes, wide_bytes
-from penstock.plugins.gguf.tokenizer import SPLITS, write_tokenizer
+from penstock.plugins.gguf.tokenizer import SPLITS, write_tokenizer, write_without_merges
 from penstock.plugins.gguf.weights import _in_half, nearest_errors, tensors, write_config
 from support.gguf_files import (
     MODELS,
@@ -69,9 +69,9 @@ def test_tokenizer_is_written_while_weights_are_read(tmp_path: Path) -> None:
     file = small_file(tmp_path)
     header, read = read_header(file), threading.Event()
 
-    def write(folder: Path) -> None:
+    def write(folder: Path) -> Callable[[Tokenizer], None]:
         assert read.wait(SOON)
-        write_tokenizer(header, folder)
+        return write_without_merges(header, folder)
 
     def weights() -> Iterator[UnreadTensor]:
         yield from tensors(header, float32=True, dtype="float32")

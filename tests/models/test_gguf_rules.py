@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 from gguf import GGUFValueType as Kind
 from mlx_lm.models.rope_utils import initialize_rope
+from mlx_lm.utils import load_tokenizer
 from tokenizers import Tokenizer, pre_tokenizers
 
 from penstock.errors import ModelError
+from penstock.models.mlx_lm import completed_tokenizer
 from penstock.plugins.gguf.architectures import END_MARKS, config, end_tokens
 from penstock.plugins.gguf.header import Header, read_header
-from penstock.plugins.gguf.tokenizer import write_tokenizer
+from penstock.plugins.gguf.tokenizer import write_tokenizer, write_without_merges
 from support.gguf_files import small_model, write_model
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -33,6 +35,7 @@ def vocabulary(
     pre: str = "qwen2",
     name: str | None = None,
     more: Iterable[tuple[str, Any, Kind]] = (),
+    merges: Iterable[str] = (),
 ) -> Header:
     """Write a byte vocabulary with special tokens to a file, and read its header."""
     file = folder / "v.gguf"
@@ -40,9 +43,11 @@ def vocabulary(
     given = list(marks)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
-    writer.add_token_list([*TEXTS, *(text for text, _ in given)])
-    writer.add_token_types([NORMAL] * len(TEXTS) + [kind for _, kind in given])
-    writer.add_token_merges(["t h", "th e"])
+    made = [merge.replace(" ", "") for merge in merges]
+    writer.add_token_list([*TEXTS, *(text for text, _ in given), *made])
+    kinds = [kind for _, kind in given]
+    writer.add_token_types([NORMAL] * len(TEXTS) + kinds + [NORMAL] * len(made))
+    writer.add_token_merges(["t h", "th e", *merges])
     writer.add_bos_token_id(FIRST)
     writer.add_eos_token_id(LAST)
     if name is not None:
@@ -110,11 +115,11 @@ def test_whole_words_ignore_merges(pre: str, whole: bool, tmp_path: Path) -> Non
     assert tokens(header, tmp_path, "ht") == expected
 
 
-def test_gemma4_pieces_are_merged_across_blanks(tmp_path: Path) -> None:
-    """Lines end pieces, and a BOS token is added even if the file says no."""
+def gemma4(folder: Path, template: str | None = None) -> Header:
+    """Write a vocabulary of Gemma 4's kind to a file, and read its header."""
     pieces = ["\u2581", "t", "h", "e", "th", "the", "\u2581the", "\u2581the\u2581", "\n", "\n\n"]
     texts = ["<unk>", "<first>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
-    writer = gguf.GGUFWriter(tmp_path / "v.gguf", "gemma4")
+    writer = gguf.GGUFWriter(folder / "v.gguf", "gemma4")
     writer.add_tokenizer_model("gemma4")
     writer.add_token_list(texts)
     writer.add_token_types([2, MARK, *[6] * 256, *[NORMAL] * len(pieces)])
@@ -123,10 +128,41 @@ def test_gemma4_pieces_are_merged_across_blanks(tmp_path: Path) -> None:
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_add_bos_token(False)
+    if template is not None:
+        writer.add_chat_template(template)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    write_tokenizer(read_header(tmp_path / "v.gguf"), tmp_path)
+    return read_header(folder / "v.gguf")
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma4"])
+def test_tokenizer_completed_with_merges_is_that_of_whole_file(kind: str, tmp_path: Path) -> None:
+    """The tokens of the marker of calls are those with merges, too."""
+    template = "{{ messages }}<start_function_call>"
+    key = "tokenizer.chat_template"
+    header = gemma4(tmp_path, template)
+    if kind == "gpt2":
+        header = vocabulary(tmp_path, more=[(key, template, Kind.STRING)], merges=["t i", "r t"])
+    write_tokenizer(header, tmp_path)
+    expected = load_tokenizer(tmp_path)
+    actual = completed_tokenizer(tmp_path, write_without_merges(header, tmp_path), [1])
+    incomplete = load_tokenizer(tmp_path)
+    backends = [wrapper._tokenizer.backend_tokenizer for wrapper in (expected, actual)]
+    assert backends[0].to_str() == backends[1].to_str()
+    for name, value in vars(expected).items():
+        if name not in ("_tokenizer", "_detokenizer", "_eos_token_ids"):
+            assert getattr(actual, name) == value
+    assert actual._eos_token_ids >= {1}
+    assert type(actual._detokenizer) is type(expected._detokenizer)
+    assert actual._detokenizer.tokenmap == expected._detokenizer.tokenmap
+    if kind == "gpt2":
+        assert incomplete._tool_call_start_tokens != actual._tool_call_start_tokens  # control
+
+
+def test_gemma4_pieces_are_merged_across_blanks(tmp_path: Path) -> None:
+    """Lines end pieces, and a BOS token is added even if the file says no."""
+    write_tokenizer(gemma4(tmp_path), tmp_path)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     text = "the the \n\n\nt\u00e9"
     found = tokenizer.encode(text)

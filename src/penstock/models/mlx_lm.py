@@ -336,7 +336,7 @@ def _dense(module: nn.Module) -> nn.Module | None:
 
 def load_written(
     write_config: Callable[[Path], None],
-    write_tokenizer: Callable[[Path], None],
+    write_tokenizer: Callable[[Path], Callable[[Any], None]],
     tensors: Iterable[UnreadTensor],
     widening: Widening,
     *,
@@ -347,7 +347,8 @@ def load_written(
 
     Args:
         write_config: function that writes the config of a folder for mlx-lm's loaders.
-        write_tokenizer: function that writes the tokenizer's files, on another thread.
+        write_tokenizer: function that writes the tokenizer's files, on another thread. It returns
+            one that completes the `tokenizers.Tokenizer` read from them.
         tensors: the weights; codes that are to be packed are read module by module.
         widening: how to convert the weights.
         path: path of the model, for error messages.
@@ -355,8 +356,7 @@ def load_written(
     """
 
     def read_tokenizer(folder: Path, ends: Any) -> TokenizerWrapper:
-        write_tokenizer(folder)
-        return mlx_lm.utils.load_tokenizer(folder, SAFELY, eos_token_ids=ends)
+        return completed_tokenizer(folder, write_tokenizer(folder), ends)
 
     try:
         with passing_folder() as folder, ThreadPoolExecutor(1, "penstock-tokenizer") as beside:
@@ -379,6 +379,30 @@ def load_written(
         raise _refusal(f"cannot load {path}", error) from error
     _check_tokenizer(tokenizer, name)
     return Loaded(model, tokenizer, config, widening.note)
+
+
+def completed_tokenizer(
+    folder: Path, complete: Callable[[Any], None], end_tokens: Any
+) -> TokenizerWrapper:
+    """Load the tokenizer of a folder whose files lack a part.
+
+    Args:
+        complete: function that adds the part to a `tokenizers.Tokenizer`.
+        end_tokens: ids of the tokens that end an answer.
+    """
+    tokenizer = mlx_lm.utils.load_tokenizer(folder, SAFELY, eos_token_ids=end_tokens)
+    complete(tokenizer._tokenizer.backend_tokenizer)
+    # Again, for the tokens of markers of thoughts and calls.
+    return TokenizerWrapper(
+        tokenizer._tokenizer,
+        lambda _: tokenizer._detokenizer,
+        eos_token_ids=tokenizer._eos_token_ids,
+        chat_template=tokenizer._chat_template,
+        tool_call_start=tokenizer._tool_call_start,
+        tool_call_end=tokenizer._tool_call_end,
+        tool_parser=tokenizer._tool_parser,
+        response_format=tokenizer._response_format,
+    )
 
 
 def load_part(

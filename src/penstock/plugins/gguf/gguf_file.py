@@ -51,7 +51,7 @@ class GGUFFile:
 
     def load(self, weights_dtype: WeightsDtype, limit_bytes: int | None) -> Loaded:
         from penstock.models.mlx_lm import load_written
-        from penstock.plugins.gguf.tokenizer import write_tokenizer
+        from penstock.plugins.gguf.tokenizer import write_without_merges
         from penstock.plugins.gguf.weights import tensors, write_config
 
         header, widening = self._header, self.widening(weights_dtype, limit_bytes)
@@ -62,7 +62,7 @@ class GGUFFile:
             dtype = "float32"
         return load_written(
             lambda folder: write_config(header, folder, float32=is_wide, dtype=dtype),
-            lambda folder: write_tokenizer(header, folder),
+            lambda folder: write_without_merges(header, folder),
             tensors(header, float32=is_wide, dtype=dtype, half_scales=widening.packs),
             widening,
             path=self._path,
