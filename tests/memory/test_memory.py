@@ -42,26 +42,6 @@ MLA = {
     "num_key_value_heads": 4,
     "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
 }
-INDEXED = {
-    **MLA,
-    "q_lora_rank": 24,
-    "rope_scaling": None,
-    "index_head_dim": 16,
-    "index_n_heads": 2,
-    "index_topk": 8,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "routed_scaling_factor": 1.0,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "norm_topk_prob": True,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "moe_layer_freq": 1,
-    "first_k_dense_replace": 1,
-    "attention_bias": False,
-}
 GATED_DELTA = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
@@ -90,6 +70,27 @@ GEMMA3N = {
     "model_type": "gemma3n_text",
 }
 FLOAT32 = {"torch_dtype": "float32"}  # MLX has no half-precision experts on the CPU
+INDEXED = {
+    **FLOAT32,
+    **MLA,
+    "q_lora_rank": 24,
+    "rope_scaling": None,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "index_topk": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.0,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_layer_freq": 1,
+    "first_k_dense_replace": 1,
+    "attention_bias": False,
+}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

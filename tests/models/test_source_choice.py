@@ -61,6 +61,30 @@ def test_missing_mlx_vlm_gives_one_line_install_hint(
     assert "pip install mlx-vlm" in shown.err
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"indexer_types": ["full", "shared"]},
+        {"index_topk_pattern": "FS"},
+        {"index_topk_freq": 4, "num_hidden_layers": 4},
+    ],
+)
+@pytest.mark.parametrize("shares", [False, True])
+def test_shared_index_needs_mlx_vlm(fields: dict[str, Any], shares: bool, foreign: Path) -> None:
+    file = foreign / "config.json"
+    whole = {"indexer_types": ["full"] * 2, "index_topk_pattern": "FF", "index_topk_freq": 1}
+    added = fields if shares else {**fields, **whole}
+    config = {**json.loads(file.read_text()), "model_type": "glm_moe_dsa", **added}
+    file.write_text(json.dumps(config))
+    if not shares:
+        assert choose_source(str(foreign))[0].name == "mlx-lm"
+    elif find_spec("mlx_vlm") is None:
+        with pytest.raises(ModelError, match=r"index of another, .* pip install mlx-vlm"):
+            choose_source(str(foreign))
+    else:
+        assert choose_source(str(foreign))[0].name == "mlx-vlm"
+
+
 @without_mlx_vlm
 def test_missing_mlx_vlm_raises_model_error(foreign: Path) -> None:
     with pytest.raises(ModelError, match="has no model type qwen4_exp"):

@@ -24,7 +24,7 @@ from tiny_image_families import QWEN_TOWER
 from penstock.models.loading import load
 from penstock.recall import MODEL_PATH
 
-FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
+FAMILIES = ("glm_moe_dsa", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
 ROPE = {
     "type": "default",
     "rope_theta": 10000.0,
@@ -36,11 +36,28 @@ ROPE = {
 def write_headed(family: str, folder: Path) -> Path:
     """Write a random model with its head as its makers publish it, for mlx-vlm's classes.
 
-    It has the weights of a vision tower, but no processor, so it reads text alone.
+    Those with the weights of a vision tower have no processor, so they read text alone.
     """
-    write = _write_streams if family == "qwen4_exp" else _write_with_tower
-    write(family, folder)
+    writers = {"glm_moe_dsa": _write_with_shared_index, "qwen4_exp": _write_streams}
+    writers.get(family, _write_with_tower)(family, folder)
     return folder
+
+
+def _write_with_shared_index(family: str, folder: Path) -> None:
+    write_published(family, folder)
+    config = json.loads((folder / "config.json").read_text())
+    kinds = ["shared" if number % 2 else "full" for number in range(config["num_hidden_layers"])]
+    (folder / "config.json").write_text(json.dumps({**config, "indexer_types": kinds}))
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    shared = tuple(f"model.layers.{i}.self_attn.indexer." for i in range(1, len(kinds), 2))
+    repeated = ("embed_tokens.weight", "shared_head.head.weight")
+    kept = {
+        name: weight
+        for name, weight in weights.items()
+        if not name.startswith(shared)
+        and not (name.startswith(f"model.layers.{len(kinds)}.") and name.endswith(repeated))
+    }
+    mx.save_safetensors(str(folder / "model.safetensors"), kept)
 
 
 def _write_with_tower(family: str, folder: Path) -> None:
@@ -112,7 +129,13 @@ def right_headed_vlm(family: str) -> Any:
         for name, weight in weights.items()
         if re.search(r"\.(o_proj|out_proj|down_proj|value_proj)\.weight$", name)
     }
-    if family == "qwen4_exp":
+    if family == "glm_moe_dsa":
+        joint = mx.concatenate([mx.eye(width), mx.zeros((width, width))], axis=1)
+        changed["mtp.mtp.eh_proj.weight"] = joint
+        changed["mtp.mtp.enorm.weight"] = mx.ones(width)
+        changed["mtp.mtp.shared_head_norm.weight"] = weights["language_model.model.norm.weight"]
+        last = "none"
+    elif family == "qwen4_exp":
         changed["mtp.fc_embedding.weight"] = mx.eye(width)
         changed["mtp.fc_hidden.weight"] = mx.zeros((width, width))
         changed["mtp.pre_fc_norm_embedding.weight"] = mx.zeros(width)  # factors minus one

@@ -152,7 +152,7 @@ def test_plan_counts_layers_and_head(family: str, tmp_path: Path) -> None:
         assert memory.bytes_per_token(spec) == runner.token_bytes
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen4_exp"])
 @pytest.mark.parametrize("bits", [None, 8])
 def test_split_head_is_loaded(family: str, bits: int | None, tmp_path: Path) -> None:
     folder = write_headed(family, tmp_path / "model")

@@ -165,11 +165,31 @@ def _latent(c: Config) -> list[LayerSpec]:
     return [layer] * c.layer_count
 
 
+def layers_with_index(config: Mapping[str, object], count: int) -> list[bool]:
+    """Return whether each of `count` layers has an index, or shares that of an earlier one (GLM 5).
+
+    >>> layers_with_index({"indexer_types": ["full", "shared"]}, 2)
+    [True, False]
+    """
+    kinds = config.get("indexer_types") or config.get("index_topk_pattern")
+    if isinstance(kinds, str | list):
+        own = [kind not in ("shared", "S") for kind in kinds][:count]
+        return own + [True] * (count - len(own))
+    every, first = config.get("index_topk_freq"), config.get("index_skip_topk_offset", 2)
+    if not isinstance(every, int) or not isinstance(first, int):
+        every, first = 1, 0
+    return [max(i - first + 1, 0) % max(every, 1) == 0 for i in range(count)]
+
+
 def _indexed_latent(c: Config) -> list[LayerSpec]:
-    """DeepSeek V3.2 and GLM 5: latents, and the index keys of a layer, twice (mlx-lm's cache)."""
-    index = c.positive("index_head_dim")
-    keys, values = c.positive("kv_lora_rank") + index, c.positive("qk_rope_head_dim") + index
-    return [LayerSpec("full", 1, keys, values)] * c.layer_count
+    """DeepSeek V3.2 and GLM 5: latents, and index keys, which mlx-lm's cache holds twice.
+
+    Layers that share an index are mlx-vlm's, whose cache holds them once.
+    """
+    index, indexed = c.positive("index_head_dim"), layers_with_index(c.values, c.layer_count)
+    latent, rope = c.positive("kv_lora_rank"), c.positive("qk_rope_head_dim")
+    whole = LayerSpec("full", 1, latent + index, rope + (index if all(indexed) else 0))
+    return [whole if own else LayerSpec("full", 1, latent, rope) for own in indexed]
 
 
 def _unfolded_latent(c: Config) -> list[LayerSpec]:

@@ -17,7 +17,7 @@ LAYER_HEADED = frozenset(
 _QWEN3_5 = frozenset({"qwen3_5", "qwen3_5_moe"})
 HEADED_BY_SOURCE = {
     "mlx-lm": LAYER_HEADED | _QWEN3_5 | {"mimo", "qwen3_next"},
-    "mlx-vlm": _QWEN3_5 | {"qwen4_exp"},
+    "mlx-vlm": _QWEN3_5 | {"glm_moe_dsa", "qwen4_exp"},
 }
 """Model types whose heads are read, by the library of the model's classes."""
 HEADED_TYPES = frozenset[str]().union(*HEADED_BY_SOURCE.values())

@@ -76,7 +76,8 @@ def read_model_spec(
     elif mtp is not None:
         if model_type not in HEADED_TYPES or not has_head(mtp):
             raise no_head(mtp)
-        full = next((layer for layer in reversed(layers) if layer.kind == "full"), c.full())
+        attends = [layer for layer in layers if layer.kind == "full"] or [c.full()]
+        full = max(attends, key=lambda layer: layer.key_dim)  # a head has an index of its own
         width = c.hidden * c.integer("hc_count", default=1)  # Qwen4's hidden state has streams
         layers.append(replace(full, state_bytes=width * c.scalar_bytes))
     elif model_type in HEADED_TYPES and folder is not None and has_head(folder):

@@ -103,7 +103,15 @@ def _forward_streams(
     return mixed, streams
 
 
+def _forward_indexed(
+    head: Any, embedded: mx.array, hidden: mx.array, tokens: mx.array, kv: Any
+) -> tuple[mx.array, mx.array]:
+    normed = head.mtp(hidden, embedded, head._mask_for(embedded, kv), kv)
+    return normed, normed
+
+
 HEADS: dict[str, Forward] = {
+    "glm_moe_dsa": _forward_indexed,
     "qwen3_5": _forward_normed,
     "qwen3_5_moe": _forward_normed,
     "qwen4_exp": _forward_streams,
