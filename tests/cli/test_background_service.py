@@ -104,6 +104,27 @@ def test_status_of_missing_or_stopped_service_exits_with_3(managers: Path, call:
     assert done.stderr == "penstock: systemctl --user daemon-reload failed: exit code 3\n"
 
 
+def test_failing_install_leaves_what_was_there(managers: Path, call: Call) -> None:
+    unit = managers.parent / ".config" / "systemd" / "user" / "penstock.service"
+    systemctl = managers.parent / "bin" / "systemctl"
+    write_recorder(systemctl, managers, 1)
+    assert call("service", "install", "first").returncode == 2
+    assert not unit.exists()
+    write_recorder(systemctl, managers, 0)
+    assert call("service", "install", "first").returncode == 0
+    write_recorder(systemctl, managers, 1)
+    managers.write_text("")
+    assert call("service", "install", "second").returncode == 2
+    assert unit.read_text().count(" serve first\n") == 1
+    assert managers.read_text().splitlines() == [
+        "systemctl --user disable --now penstock.service",
+        "systemctl --user daemon-reload",
+        "systemctl --user disable --now penstock.service",
+        "systemctl --user daemon-reload",
+        "systemctl --user enable --now penstock.service",
+    ]
+
+
 def test_missing_service_manager_gives_one_line_error(
     managers: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,13 +84,23 @@ def install(
         print(manager.content.decode(), end="")
         return
     manager.check()
-    if manager.file.exists():
+    replaced = manager.file.read_bytes() if manager.file.exists() else None
+    if replaced is not None:
         _run_all(manager.stop, may_fail=True)
     manager.file.parent.mkdir(parents=True, exist_ok=True)
     manager.file.touch(mode=0o600)
     manager.file.chmod(0o600)  # a key may be among the flags
     manager.file.write_bytes(manager.content)
-    _run_all(manager.start)
+    try:
+        _run_all(manager.start)
+    except SettingError:
+        _run_all(manager.stop, may_fail=True)
+        if replaced is None:
+            manager.file.unlink()
+        else:
+            manager.file.write_bytes(replaced)
+            _run_all(manager.start, may_fail=True)
+        raise
     print(f"installed {manager.file}\nstarted; penstock service logs shows its output")
 
 
