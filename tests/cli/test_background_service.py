@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from run_command import Call
 
-from penstock.cli.service_units import launchd_agent, systemd_unit
+from penstock.cli.service_units import ServiceRun, launchd_agent, systemd_unit
 
 COMMAND = ["/opt/a b/python", "-m", "penstock", "serve", "50%", '$HOME "x" \\', "--port", "0"]
 RECORDER = '#!/bin/sh\necho "$(basename "$0") $*" >> {log}\nexit {code}\n'
@@ -101,7 +101,8 @@ def test_status_of_missing_or_stopped_service_exits_with_3(managers: Path, call:
     done = call("service", "status")
     assert (done.returncode, done.stdout[:8]) == (3, "stopped:")
     done = call("service", "install")
-    assert done.stderr == "penstock: systemctl --user daemon-reload failed: exit code 3\n"
+    assert done.stderr.startswith("penstock: systemctl --user daemon-reload failed: exit code 3;")
+    assert done.stderr.count("\n") == 1
 
 
 def test_failing_install_leaves_what_was_there(managers: Path, call: Call) -> None:
@@ -133,14 +134,14 @@ def test_missing_service_manager_gives_one_line_error(
     assert done.returncode == 2
     assert "systemctl is not on this machine" in done.stderr
     assert call("service", "install", "--print").stdout == systemd_unit(
-        [sys.executable, "-m", "penstock", "serve"]
+        ServiceRun([sys.executable, "-m", "penstock", "serve"], Path.cwd())
     )
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here")
 def test_systemd_analyze_accepts_unit(tmp_path: Path) -> None:
     unit = tmp_path / "penstock.service"
-    unit.write_text(systemd_unit([sys.executable, *COMMAND[1:]]))
+    unit.write_text(systemd_unit(ServiceRun([sys.executable, *COMMAND[1:]], tmp_path)))
     verify = ["systemd-analyze", "verify", "--user", "--recursive-errors=no", str(unit)]
     user = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)}
     done = subprocess.run(verify, capture_output=True, text=True, env=user)
@@ -151,14 +152,26 @@ def test_systemd_analyze_accepts_unit(tmp_path: Path) -> None:
 
 
 def test_systemd_command_line_is_quoted() -> None:
-    (line,) = [line for line in systemd_unit(COMMAND).splitlines() if line.startswith("ExecStart=")]
-    assert line == (
-        'ExecStart="/opt/a b/python" -m penstock serve "50%%" "$$HOME \\"x\\" \\\\" --port 0'
-    )
+    unit = systemd_unit(ServiceRun(COMMAND, Path("/my models/50%")))
+    lines = [line for line in unit.splitlines() if line.startswith(("ExecStart=", "Working"))]
+    assert lines == [
+        'ExecStart="/opt/a b/python" -m penstock serve "50%%" "$$HOME \\"x\\" \\\\" --port 0',
+        "WorkingDirectory=/my models/50%%",
+    ]
+
+
+def test_service_gets_folder_and_time_to_drain(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("service", "install", "--print", "m.gguf", "--drain-timeout", "300")
+    unit = call(*words).stdout
+    assert f"\nWorkingDirectory={Path.cwd()}\n" in unit
+    assert "\nTimeoutStopSec=360\n" in unit
+    monkeypatch.setattr(sys, "platform", "darwin")
+    agent = plistlib.loads(call(*words).stdout.encode())
+    assert (agent["WorkingDirectory"], agent["ExitTimeOut"]) == (str(Path.cwd()), 360)
 
 
 def test_launchd_agent_restarts_after_failure_only(tmp_path: Path) -> None:
-    agent = plistlib.loads(launchd_agent(COMMAND, tmp_path / "log"))
+    agent = plistlib.loads(launchd_agent(ServiceRun(COMMAND, tmp_path), tmp_path / "log"))
     assert agent["ProgramArguments"] == COMMAND
     assert agent["KeepAlive"] == {"SuccessfulExit": False}
     assert agent["RunAtLoad"] is True

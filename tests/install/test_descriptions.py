@@ -14,7 +14,7 @@ import yaml
 from typer.main import get_command
 
 from penstock.cli.commands import app
-from penstock.cli.service_units import launchd_agent
+from penstock.cli.service_units import ServiceRun, launchd_agent
 from penstock.config import ServerSettings
 
 PACKAGING = Path(__file__).parents[2] / "packaging"
@@ -87,7 +87,7 @@ def test_homebrew_formula_follows_cookbook() -> None:
 
 def test_homebrew_service_restarts_and_stops_as_penstock_service_does() -> None:
     """launchd counts a signal alone as a crash: a server whose engine died exits with 1."""
-    agent = plistlib.loads(launchd_agent(["penstock", "serve"], Path("log")))
+    agent = plistlib.loads(launchd_agent(ServiceRun(["penstock", "serve"], Path("/")), Path("log")))
     text = FORMULA.read_text()
     assert agent["KeepAlive"] == {"SuccessfulExit": False}
     assert "\n    keep_alive successful_exit: false\n" in text

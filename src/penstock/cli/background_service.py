@@ -15,7 +15,14 @@ import typer
 from typer.core import TyperCommand
 
 from penstock.cli.help_groups import ListedCommands
-from penstock.cli.service_units import AGENT_LABEL, UNIT_NAME, launchd_agent, systemd_unit
+from penstock.cli.service_units import (
+    AGENT_LABEL,
+    UNIT_NAME,
+    ServiceRun,
+    launchd_agent,
+    systemd_unit,
+)
+from penstock.config import ServerSettings
 from penstock.errors import SettingError
 
 STOPPED = 3
@@ -77,9 +84,12 @@ def install(
     """
     words: list[str] = ctx.obj
     serve = ctx.find_root().command.get_command(ctx, "serve")  # type: ignore[attr-defined]
-    with serve.make_context("penstock serve", list(words)):
-        pass  # reports wrong flags now, not at each start
-    manager = _manager([sys.executable, "-m", "penstock", "serve", *words])
+    # Reports wrong flags now, not at each start.
+    with serve.make_context("penstock serve", list(words)) as context:
+        drain = context.params["drain_timeout"]
+    command = [sys.executable, "-m", "penstock", "serve", *words]
+    drain_seconds = ServerSettings().drain_timeout_seconds if drain is None else float(drain)
+    manager = _manager(ServiceRun(command, Path.cwd(), drain_seconds))
     if only_print:
         print(manager.content.decode(), end="")
         return
@@ -93,21 +103,24 @@ def install(
     manager.file.write_bytes(manager.content)
     try:
         _run_all(manager.start)
-    except SettingError:
+    except SettingError as error:
         _run_all(manager.stop, may_fail=True)
         if replaced is None:
             manager.file.unlink()
         else:
             manager.file.write_bytes(replaced)
             _run_all(manager.start, may_fail=True)
-        raise
+        raise SettingError(
+            f"{error}; nothing was installed. It needs a login of this user (on Linux: loginctl "
+            f"enable-linger); penstock service install --print shows the file for other managers"
+        ) from None
     print(f"installed {manager.file}\nstarted; penstock service logs shows its output")
 
 
 @app.command()
 def status() -> None:
     """Print whether the service is installed and runs; exit code 3 if it does not run."""
-    manager = _manager([])
+    manager = _manager()
     if not manager.file.exists():
         print("not installed")
         raise typer.Exit(STOPPED)
@@ -128,7 +141,7 @@ def logs(
     ] = False,
 ) -> None:
     """Print the last lines of the service's output."""
-    manager = _manager([])
+    manager = _manager()
     if manager.log is None:
         command = ["journalctl", "--user", "--unit", UNIT_NAME, "--no-pager"]
     elif manager.log.exists():
@@ -144,7 +157,7 @@ def logs(
 @app.command()
 def uninstall() -> None:
     """Stop the service, and remove its file; models and caches stay."""
-    manager = _manager([])
+    manager = _manager()
     if not manager.file.exists():
         print("not installed")
         return
@@ -154,17 +167,18 @@ def uninstall() -> None:
     print(f"removed {manager.file}")
 
 
-def _manager(command: Sequence[str]) -> ServiceManager:
-    return _launchd(command) if sys.platform == "darwin" else _systemd(command)
+def _manager(run: ServiceRun | None = None) -> ServiceManager:
+    run = run or ServiceRun([], Path.cwd())
+    return _launchd(run) if sys.platform == "darwin" else _systemd(run)
 
 
-def _systemd(command: Sequence[str]) -> ServiceManager:
+def _systemd(run: ServiceRun) -> ServiceManager:
     config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     systemctl = ("systemctl", "--user")
     return ServiceManager(
         program="systemctl",
         file=config / "systemd" / "user" / UNIT_NAME,
-        content=systemd_unit(command).encode(),
+        content=systemd_unit(run).encode(),
         log=None,
         start=((*systemctl, "daemon-reload"), (*systemctl, "enable", "--now", UNIT_NAME)),
         stop=((*systemctl, "disable", "--now", UNIT_NAME),),
@@ -172,7 +186,7 @@ def _systemd(command: Sequence[str]) -> ServiceManager:
     )
 
 
-def _launchd(command: Sequence[str]) -> ServiceManager:
+def _launchd(run: ServiceRun) -> ServiceManager:
     library = Path.home() / "Library"
     file = library / "LaunchAgents" / f"{AGENT_LABEL}.plist"
     log = library / "Logs" / "penstock.log"
@@ -180,7 +194,7 @@ def _launchd(command: Sequence[str]) -> ServiceManager:
     return ServiceManager(
         program="launchctl",
         file=file,
-        content=launchd_agent(command, log),
+        content=launchd_agent(run, log),
         log=log,
         start=(("launchctl", "bootstrap", domain, str(file)),),
         stop=(("launchctl", "bootout", f"{domain}/{AGENT_LABEL}"),),

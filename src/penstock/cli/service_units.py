@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
+import math
 import plistlib
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 UNIT_NAME = "penstock.service"
 AGENT_LABEL = "mlx.penstock.serve"
-STOP_SECONDS = 90
-"""Seconds from SIGTERM to SIGKILL; must exceed `--drain-timeout`, which is 30 by default."""
+STOP_RESERVE_SECONDS = 60
+"""Seconds from the end of `--drain-timeout` to SIGKILL."""
 RESTART_SECONDS = 10
 USAGE_CODE = 2
 """Exit code for a wrong flag or model, after which a restart would fail again."""
 _PLAIN_WORD = re.compile(r"[\w@+=:,./-]+")
 
 
-def systemd_unit(command: Sequence[str]) -> str:
+@dataclass(frozen=True, slots=True)
+class ServiceRun:
+    """How a service runs."""
+
+    command: Sequence[str]
+    folder: Path
+    """Folder that relative paths of the command refer to."""
+    drain_seconds: float = 30.0
+    """Time that open answers get when the service is stopped."""
+
+    @property
+    def stop_seconds(self) -> int:
+        """Seconds from SIGTERM to SIGKILL."""
+        return math.ceil(self.drain_seconds) + STOP_RESERVE_SECONDS
+
+
+def systemd_unit(run: ServiceRun) -> str:
     """Return a systemd user unit that runs a command, and restarts it after a failure.
 
-    >>> [line for line in systemd_unit(["penstock", "serve", "my model"]).splitlines()
-    ...  if line.startswith("ExecStart")]
-    ['ExecStart=penstock serve "my model"']
+    >>> unit = systemd_unit(ServiceRun(["penstock", "serve", "my model"], Path("/models")))
+    >>> [line for line in unit.splitlines() if line.startswith(("ExecStart", "Working"))]
+    ['ExecStart=penstock serve "my model"', 'WorkingDirectory=/models']
     """
     return f"""\
 [Unit]
@@ -31,26 +49,28 @@ StartLimitIntervalSec=300
 StartLimitBurst=5
 
 [Service]
-ExecStart={" ".join(_systemd_word(word) for word in command)}
+ExecStart={" ".join(_systemd_word(word) for word in run.command)}
+WorkingDirectory={str(run.folder).replace("%", "%%")}
 Restart=on-failure
 RestartSec={RESTART_SECONDS}
 RestartPreventExitStatus={USAGE_CODE}
-TimeoutStopSec={STOP_SECONDS}
+TimeoutStopSec={run.stop_seconds}
 
 [Install]
 WantedBy=default.target
 """
 
 
-def launchd_agent(command: Sequence[str], log: Path) -> bytes:
+def launchd_agent(run: ServiceRun, log: Path) -> bytes:
     """Return a launchd property list that runs a command, and restarts it after a failure."""
     agent = {
         "Label": AGENT_LABEL,
-        "ProgramArguments": list(command),
+        "ProgramArguments": list(run.command),
+        "WorkingDirectory": str(run.folder),
         "RunAtLoad": True,
         "KeepAlive": {"SuccessfulExit": False},
         "ThrottleInterval": RESTART_SECONDS,
-        "ExitTimeOut": STOP_SECONDS,
+        "ExitTimeOut": run.stop_seconds,
         "ProcessType": "Interactive",  # background processes get only efficiency cores
         "StandardOutPath": str(log),
         "StandardErrorPath": str(log),
