@@ -151,7 +151,7 @@ def test_readme_is_short_and_its_example_runs(capsys: pytest.CaptureFixture[str]
         if "import penstock" in code
     )
     assert len([line for line in example.splitlines() if line]) <= 12
-    example = example.replace("path/to/model", str(MODEL_PATH)).replace("16GB", "1GB")
+    example = example.replace('"smollm2"', repr(str(MODEL_PATH))).replace("4GB", "1GB")
     exec(compile(example, "README.md", "exec"), {})  # the docs are ours
     assert capsys.readouterr().out.endswith("bytes held\n")
 
