@@ -5,10 +5,20 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from headed_models import write_published
 from run_command import Call
 
 from penstock.recall import MODEL_PATH
+
+
+@pytest.mark.parametrize("draft", ["nosuch", "nosuch.gguf", "/nowhere/at/all"])
+def test_unknown_draft_model_is_named_before_anything_is_loaded(draft: str, call: Call) -> None:
+    for command in (["serve"], ["generate", "hello"]):
+        done = call(*command, "--draft-model", draft)
+        assert done.returncode == 2
+        assert done.stderr.startswith("penstock: draft_model (--draft-model): there is no f")
+        assert done.stderr.count("\n") == 1, "nothing was loaded"
 
 
 def test_commands_say_what_folder_ships(call: Call, tmp_path: Path) -> None:

@@ -7,22 +7,38 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import MTP
+from penstock.errors import ModelError
 from penstock.memory.heads import HEADED_TYPES, SPLIT_TYPES, DrafterSpec, drafter_spec
 from penstock.memory.reading import has_head
+from penstock.models import named
 from penstock.models.recommended import source_of
-from penstock.models.source import find_file, read_object
+from penstock.models.source import checked_source, find_file, read_object
 
 
 def head_of(settings: Mapping[str, Any]) -> str | None:
     """Return the `draft_model` of an engine's settings if it becomes part of the model, else None.
 
     Multi-token heads do, and drafters that read the model's hidden states.
+
+    Raises:
+        ModelError: it names nothing that can be loaded, as far as that is known without a network.
     """
     draft = settings.get("draft_model")
     is_head = isinstance(draft, str | Path) and (
         str(draft) == MTP or is_split_head(draft) or state_drafter(draft) is not None
     )
+    if isinstance(draft, str | Path) and not is_head:
+        _check_draft(draft)
     return str(draft) if is_head else None
+
+
+def _check_draft(draft: str | Path) -> None:
+    if str(draft) in named.MODELS or Path(draft).is_file():
+        return
+    try:
+        checked_source(source_of(str(draft)))
+    except ModelError as error:
+        raise ModelError(f"draft_model (--draft-model): {error}") from None
 
 
 def is_split_head(source: str | Path) -> bool:
