@@ -65,6 +65,12 @@ def test_model_field_selects_adapter(adapted: Running, path: str) -> None:
     assert text_of(path, answer(adapted, path, names[1])) == text_of(path, contents[names[1]])
 
 
+def test_ollama_name_of_adapter_may_end_in_latest(adapted: Running) -> None:
+    path, name = "/api/chat", f"{MODEL_NAME}+a"
+    tagged = text_of(path, answer(adapted, path, f"{name}:latest"))
+    assert tagged == text_of(path, answer(adapted, path, name))
+
+
 def test_models_route_lists_adapters(adapted: Running) -> None:
     listed = httpx.get(f"{adapted.url}/v1/models").json()
     names = [model["id"] for model in listed["data"]]

@@ -224,6 +224,8 @@ def test_idle_connections_are_closed(quick: Running, name: str) -> None:
 def test_slow_request_gets_408(quick: Running) -> None:
     assert ask(quick.server.port, MODELS).startswith(b"HTTP/1.1 408")
     assert ask(quick.server.port, b"") == b""
+    of_ollama = ask(quick.server.port, MODELS.replace(b"/v1/models", b"/api/tags"))
+    assert b'{"error":"the headers did not arrive' in of_ollama
 
 
 def test_connection_with_unread_response_is_closed(quick: Running) -> None:

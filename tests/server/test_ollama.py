@@ -117,6 +117,31 @@ def test_errors_have_ollama_format(
     assert message in answer.json()["error"] and "\n" not in answer.json()["error"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/api/pull", 404),
+        ("DELETE", "/api/delete", 404),
+        ("GET", "/api/chat", 405),
+        ("GET", "/api", 404),
+    ],
+)
+def test_unserved_path_error_is_text(
+    recall_server: Running, method: str, path: str, status: int
+) -> None:
+    answer = httpx.request(method, recall_server.url + path, json={"model": "any"}, timeout=60)
+    assert answer.status_code == status
+    assert answer.json().keys() == {"error"} and path in answer.json()["error"]
+
+
+@pytest.mark.parametrize("path", ["/api/embed", "/api/embeddings"])
+def test_embedding_routes_of_text_model_name_encoder(recall_server: Running, path: str) -> None:
+    answer = post(recall_server, path, input="a", prompt="a")
+    assert answer.status_code == 404
+    theirs = post(recall_server, "/v1/embeddings", input="a").json()["error"]["message"]
+    assert answer.json() == {"error": theirs} and "penstock serve MODEL ENCODER" in theirs
+
+
 def test_pings_are_json_lines(recall_server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """A comment, as in other streams, is no JSON."""
     sent = []

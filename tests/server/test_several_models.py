@@ -56,6 +56,21 @@ def test_unknown_model_is_refused_with_list_of_models() -> None:
         assert "4821" in address.answer("third")
 
 
+def test_ollama_name_may_end_in_latest() -> None:
+    names = ["first", "second", "first:latest"]
+    with served([spec(name, MODEL_PATH) for name in names[:2]], ONE) as address:
+        body = {"model": "second:latest", "prompt": "", "stream": False}
+        loaded = httpx.post(f"{address.url}/api/generate", json=body, timeout=SOON)
+        assert loaded.status_code == 200, loaded.text
+        assert address.models()["second"]["state"] == "loaded"
+        assert address.chat("second:latest").status_code == 404, "another interface"
+        missing = httpx.post(f"{address.url}/api/show", json={"model": "third:latest"})
+        assert missing.status_code == 404 and "'third'" in missing.json()["error"]
+    with served([spec(name, MODEL_PATH) for name in names], ONE) as address:
+        httpx.post(f"{address.url}/api/generate", json={"model": names[2]}, timeout=SOON)
+        assert address.models()[names[2]]["state"] == "loaded", "the whole name"
+
+
 def test_stream_has_comments_while_model_loads() -> None:
     slow = threading.Event()
     with served([spec("first", MODEL_PATH, slow)], ONE, ping_seconds=0.1) as address:

@@ -266,7 +266,8 @@ class Connection(HttpToolsProtocol):
             return
         if self._answering or self.pipeline:
             return self.transport.abort()
-        response = response_for("", ServerError(why, status=status))
+        path = (self.url or b"").partition(b"?")[0].decode("latin-1")
+        response = response_for(path, ServerError(why, status=status))
         headers = [b"%b: %b" % header for header in response.raw_headers]
         first = f"HTTP/1.1 {status} ".encode()
         head = b"\r\n".join([first, *headers, b"connection: close", b"", b""])

@@ -32,10 +32,7 @@ from penstock.errors import (
 RETRY_SECONDS = 2
 ANTHROPIC_PATHS = "/v1/messages"
 """Path under which errors have Anthropic's format; others use OpenAI's, or Ollama's."""
-OLLAMA_PATHS = frozenset(
-    f"/api/{name}"
-    for name in ("chat", "embed", "embeddings", "generate", "ps", "show", "tags", "version")
-)
+OLLAMA_PATHS = "/api"
 UNTHREADED = "thread_unsupported_request"
 """Error code that makes Anthropic's clients resend the whole conversation."""
 STOPPED = "the engine has stopped, or accepts no more requests; try again later"
@@ -95,6 +92,15 @@ class Unauthorized(ServerError):
 
 class NotFound(ServerError):
     status = 404
+
+
+class NoEmbeddings(NotFound):
+    def __init__(self) -> None:
+        super().__init__(
+            "embeddings are not served: this server generates text; penstock serve MODEL ENCODER "
+            "serves both",
+            code="unsupported_endpoint",
+        )
 
 
 class TooLarge(ServerError):
@@ -267,13 +273,21 @@ def anthropic_body(problem: Problem) -> dict[str, Any]:
 
 def body_for(path: str, problem: Problem) -> dict[str, Any]:
     """Return the error object in the format of the path's API, with the request id."""
-    if path in OLLAMA_PATHS:
+    if is_under(OLLAMA_PATHS, path):
         return {"error": problem.message}
-    of_anthropic = path == ANTHROPIC_PATHS or path.startswith(f"{ANTHROPIC_PATHS}/")
-    is_anthropic = of_anthropic or FROM_ANTHROPIC.get()
+    is_anthropic = is_under(ANTHROPIC_PATHS, path) or FROM_ANTHROPIC.get()
     body = anthropic_body(problem) if is_anthropic else openai_body(problem)
     name = REQUEST_ID.get()
     return body if name is None else {**body, "request_id": name}
+
+
+def is_under(folder: str, path: str) -> bool:
+    """Return whether a path is a folder or lies in it.
+
+    >>> [is_under("/api", path) for path in ("/api", "/api/pull", "/apis")]
+    [True, True, False]
+    """
+    return path == folder or path.startswith(f"{folder}/")
 
 
 class ErrorResponse(JSONResponse):

@@ -49,6 +49,7 @@ from penstock.server.ollama.ollama_routes import (
     TAGS,
     loaded_object,
     ollama_object,
+    untagged,
     waiting_lines,
 )
 from penstock.server.openai.openai_objects import Json
@@ -292,11 +293,14 @@ class SeveralModels:
         Args:
             name: `model` of the request; without one, the first model of its kind.
             strict: whether the name must be known even with `any_name`.
-            path: path of the request; without a name, it decides whether an encoder is meant.
+            path: path of the request; without a name, it decides whether an encoder is meant. On
+                Ollama's paths, NAME:latest is NAME.
 
         Raises:
             NotFound: there is no such model.
         """
+        if name and name not in self._names:
+            name = untagged(name, path)
         if name and (known := self._names.get(name)) is not None:
             return known
         if not name:

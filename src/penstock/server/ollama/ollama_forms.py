@@ -19,6 +19,8 @@ SAMPLED_OPTIONS = (
 )
 """Supported options; others are ignored, as the server's settings decide how models are loaded."""
 DATA_URL = "data:image/*;base64,"
+LATEST = ":latest"
+"""Tag that Ollama's clients add to names without one."""
 
 
 class OllamaBody(RequestForm):
@@ -43,7 +45,7 @@ class OllamaBody(RequestForm):
         if options.get("max_tokens") in (-1, -2):  # no limit, or up to the end of the context
             del options["max_tokens"]
         fields: dict[str, Any] = {**options, "messages": list(messages), "stream": self.stream}
-        fields["model"] = self.model or None
+        fields["model"] = self.model.removesuffix(LATEST) or None
         if tools:
             fields["tools"] = tools
         if self.format == "json":

@@ -21,6 +21,7 @@ from penstock.server.ollama.ollama_chat import (
     now,
 )
 from penstock.server.ollama.ollama_forms import (
+    LATEST,
     OllamaBody,
     OllamaChatBody,
     OllamaGenerateBody,
@@ -28,6 +29,7 @@ from penstock.server.ollama.ollama_forms import (
 )
 from penstock.server.openai.logprobs import Logprobs
 from penstock.server.openai.openai_objects import ERRORS, Json
+from penstock.server.problems import OLLAMA_PATHS, NoEmbeddings, is_under
 from penstock.server.request_body import reading_aside
 from penstock.server.service import Service
 from penstock.server.waiting_response import StreamForm
@@ -103,12 +105,27 @@ def router(service: Service) -> APIRouter:
             }
         )
 
+    @routes.post("/api/embed", response_model=None, include_in_schema=False)
+    @routes.post("/api/embeddings", response_model=None, include_in_schema=False)
+    async def embed() -> Response:
+        """Return 404, since this model writes text and computes no embeddings."""
+        raise NoEmbeddings()
+
     @routes.get("/api/version", response_model=None)
     async def version() -> Response:
         """Return the implemented version of Ollama's API, and penstock's version."""
         return Json({"version": OLLAMA_VERSION, "penstock": __version__})
 
     return routes
+
+
+def untagged(name: str, path: str) -> str:
+    """Remove `:latest` from a model's name in a request to Ollama's API.
+
+    >>> untagged("a:latest", "/api/chat"), untagged("a:latest", "/v1/completions")
+    ('a', 'a:latest')
+    """
+    return name.removesuffix(LATEST) if is_under(OLLAMA_PATHS, path) else name
 
 
 def waiting_lines(path: str, content: Mapping[str, Any]) -> StreamForm | None:

@@ -24,7 +24,7 @@ from penstock.server.openai.openai_objects import (
     Models,
     OpenAIError,
 )
-from penstock.server.problems import NotFound
+from penstock.server.problems import NoEmbeddings, NotFound
 from penstock.server.request_body import reading_aside
 from penstock.server.service import Service
 
@@ -46,11 +46,7 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/embeddings", response_model=None, responses={404: {"model": OpenAIError}})
     async def embeddings() -> Response:
         """Return 404, since this model writes text and computes no embeddings."""
-        raise NotFound(
-            "embeddings are not served: this server generates text; penstock serve MODEL ENCODER "
-            "serves both",
-            code="unsupported_endpoint",
-        )
+        raise NoEmbeddings()
 
     @routes.get("/v1/models", response_model=Models)
     async def models() -> Response:
