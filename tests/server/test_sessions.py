@@ -127,6 +127,17 @@ def test_session_name_is_not_a_path(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*.tar")) == []
 
 
+@pytest.mark.parametrize("folder", ["cache", "block"])
+def test_error_keeps_words_that_equal_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with server(Path(folder), Path("sessions")) as http:
+        nothing = http.post("/v1/sessions/a/save", json={"prompt": [5] * 66})
+        message = nothing.json()["error"]["message"]
+        assert message.startswith("no block of this prompt of 66 tokens is cached. Only whole")
+
+
 def test_missing_prompt_or_session_dir_is_reported(tmp_path: Path) -> None:
     with server(tmp_path / "one", tmp_path / "sessions") as http:
         nothing = http.post("/v1/sessions/a/save", json={"prompt": "never asked"})

@@ -70,9 +70,8 @@ def save_session(engine: Engine, file: Path, tokens: Sequence[int], salt: str = 
             done = export_blocks(opened, aside, hashes)
         if not done.blocks:
             raise SettingError(
-                f"no block of this prompt of {counted(len(tokens), 'token')} is "
-                f"cached. Only whole blocks "
-                f"of {about.block_size} tokens are, of prompts of at least "
+                f"no block of this prompt of {counted(len(tokens), 'token')} is cached. Only whole "
+                f"blocks of {about.block_size} tokens are, of prompts of at least "
                 f"{counted(about.least_tokens, 'token')}. Ask the prompt first, then save it"
             )
         nbytes = aside.stat().st_size
@@ -102,6 +101,7 @@ def load_session(engine: Engine, file: Path) -> SavedSession:
 @dataclass(frozen=True, slots=True)
 class _About:
     folder: Path
+    """Absolute path, so that no other words of an error's text equal it."""
     limit_bytes: int
     block_size: int
     least_tokens: int
@@ -114,7 +114,7 @@ def _about(engine: Engine) -> _About:
         if limits.ssd_cache_dir is None:
             raise SettingError("sessions need a cold tier: name a folder (ssd_cache_dir)")
         return _About(
-            limits.ssd_cache_dir,
+            limits.ssd_cache_dir.absolute(),
             limits.ssd_cache_limit,
             limits.block_size,
             limits.least_written_tokens,

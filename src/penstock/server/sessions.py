@@ -16,6 +16,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.session_files import SavedSession, load_session, save_session
 from penstock.errors import CacheFileError, SettingError
 from penstock.server.cache_routes import ExplainRequest, prefix_salt, tokens_of
+from penstock.server.engine_client import EngineState
 from penstock.server.openai.openai_objects import ERRORS
 from penstock.server.problems import BadRequest, NotFound, ServerError
 from penstock.server.request_body import reading_aside
@@ -55,7 +56,7 @@ def router(service: Service) -> APIRouter:
     )
 
     def file_of(name: str) -> Path:
-        return _folder(service) / f"{name}{SUFFIX}"
+        return (_folder(service) / f"{name}{SUFFIX}").absolute()
 
     @router.get("")
     async def sessions() -> Sessions:
@@ -114,9 +115,15 @@ def _without_paths(service: Service, file: Path, act: Callable[[], SavedSession]
     try:
         return act()
     except (SettingError, CacheFileError) as error:
-        folder = service.engine.ask(lambda view: view.limits.ssd_cache_dir).result()
+        folder = service.engine.ask(_cold_folder).result()
         text = str(error).replace(str(file), file.name).replace(str(folder), "--ssd-cache-dir")
         raise ServerError(text, status=error.status, code="invalid_value") from error
+
+
+def _cold_folder(view: EngineState) -> Path | None:
+    """Return the cold tier's folder as `session_files` writes it in errors."""
+    folder = view.limits.ssd_cache_dir
+    return None if folder is None else folder.absolute()
 
 
 def _listed(folder: Path) -> Sessions:
