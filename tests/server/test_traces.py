@@ -17,6 +17,7 @@ import pytest
 from patience import SOON
 from servers import Running, serving, settings, wait_until
 
+from penstock import __version__
 from penstock.errors import SettingError
 from penstock.server import tracing
 from penstock.server.log_lines import REQUESTS, JSONLines
@@ -120,6 +121,29 @@ def test_missing_library_is_named_in_error(monkeypatch: pytest.MonkeyPatch) -> N
     assert tracing.request_tracer(settings(), "recall") is None
     with pytest.raises(SettingError, match="pip install opentelemetry-sdk"):
         tracing.request_tracer(settings(otlp_traces_endpoint="http://127.0.0.1:4318"), "recall")
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({}, "penstock"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=dam,site=north"}, "dam"),
+        ({"OTEL_SERVICE_NAME": "weir", "OTEL_RESOURCE_ATTRIBUTES": "service.name=dam"}, "weir"),
+    ],
+)
+def test_service_name_is_taken_from_environment(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], name: str
+) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="no OpenTelemetry SDK")
+    from penstock.plugins.otel.request_tracer import _resource
+
+    for variable in ("OTEL_RESOURCE_ATTRIBUTES", "OTEL_SERVICE_NAME"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    attributes = _resource().attributes
+    assert (attributes["service.name"], attributes["service.version"]) == (name, __version__)
+    assert ("site" in attributes) is ("site" in str(variables))
 
 
 def test_log_has_an_object_per_request() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
@@ -79,10 +79,15 @@ def trace_requests(endpoint: str, model: str) -> RequestTracer:
 
 @cache
 def _provider(endpoint: str) -> TracerProvider:
-    resource = Resource.create({"service.name": "penstock", "service.version": __version__})
-    provider = TracerProvider(resource=resource)
+    provider = TracerProvider(resource=_resource())
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return provider
+
+
+def _resource() -> Resource:
+    """Return the attributes of this process; those of OTEL_* variables replace penstock's."""
+    usual = Resource({"service.name": "penstock", "service.version": __version__})
+    return Resource.create(usual.merge(OTELResourceDetector().detect()).attributes)
 
 
 def _nanoseconds(seconds: float) -> int:
