@@ -13,6 +13,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
@@ -81,6 +82,7 @@ def serve(
     """
     settings = config.parse(config.ServerSettings, **server)
     _check_origins(settings)
+    _check_endpoint(settings.otlp_traces_endpoint)
     cache_folder = engine.get("ssd_cache_dir")
     adapters = options.adapter_folders(adapter)
     options.check_text("--system", settings.system or "")
@@ -304,6 +306,22 @@ def _check_origins(settings: config.ServerSettings) -> None:
                 f"--cors-origin {origin} is not an origin; write it as https://host or "
                 "http://host:port, without a path, or * for all"
             )
+
+
+def _check_endpoint(endpoint: str | None) -> None:
+    """Raise SettingError for an endpoint of traces that is no URL with a host."""
+    if endpoint is None:
+        return
+    try:
+        parts = urlsplit(endpoint)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise SettingError(
+            f"--otlp-traces-endpoint {endpoint} is not a URL with a host; write it as "
+            "http://127.0.0.1:4318/v1/traces"
+        )
 
 
 def _check_reach(settings: config.ServerSettings) -> None:
