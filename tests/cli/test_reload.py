@@ -16,7 +16,9 @@ import pytest
 from patience import SOON
 from server_processes import Process, wait_until
 
+from penstock.cli.reload import reload_on_hangup
 from penstock.recall import MODEL_PATH
+from penstock.server.problems import REQUEST_ID
 
 
 @contextmanager
@@ -101,11 +103,28 @@ def test_sighup_reloads_settings_of_several_models(tmp_path: Path) -> None:
         common.write_text("max-tokens = 5\n")
         reload()
         assert [words(made.url, name) for name in ("loaded", "plain", "away")] == [4, 5, 5]
-    messages = [json.loads(line)["message"] for line in log.read_text().splitlines()]
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    messages = [line["message"] for line in lines]
     assert "max-tokens of loaded is now 4" in messages
+    changes = [line for line in lines if " is now " in line["message"]]
+    assert {line["level"] for line in changes} == {"info"}
+    assert not any("request_id" in line for line in changes)
     later = [message for message in messages if "after a restart" in message]
     assert later == [
         "the changes to away, new, plain in --models take effect after a restart",
         "the change of --memory-limit takes effect after a restart",
     ]
     assert any("--models was not reloaded (" in text for text in messages)
+
+
+def test_reload_is_outside_the_request_it_interrupts() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    token = REQUEST_ID.set("of another")
+    names: list[str | None] = []
+    try:
+        reload_on_hangup(lambda: names.append(REQUEST_ID.get()))
+        signal.raise_signal(signal.SIGHUP)
+    finally:
+        REQUEST_ID.reset(token)
+        signal.signal(signal.SIGHUP, before)
+    assert names == [None]

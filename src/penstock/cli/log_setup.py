@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-from penstock.config import ServerSettings
+from penstock.config import NOTICES, ServerSettings
 
 UNHEARD = ("uvicorn.error", "transformers.tokenization_utils_base")
 
@@ -27,9 +27,14 @@ def set_up_logs(settings: ServerSettings) -> None:
         handler.setFormatter(JSONLines())
         REQUESTS.setLevel(logging.INFO)
     else:
-        handler.setLevel(logging.WARNING)  # StartProgress prints INFO records
+        handler.addFilter(_is_shown)  # StartProgress prints other INFO records
+    logging.getLogger(NOTICES).setLevel(logging.INFO)
     logging.basicConfig(format="penstock: %(message)s", handlers=[handler])
     # Read when the library is imported. Its handler would print each retry a second time, as text.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     for name in UNHEARD:
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING or record.name == NOTICES

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from penstock.cli.settings_options import size_bytes
 from penstock.errors import PenstockError, SettingError
 
 logger = logging.getLogger(__name__)
+notices = logging.getLogger(config.NOTICES)
 
 CHANGEABLE = {
     name.removesuffix("_seconds"): name
@@ -91,7 +94,7 @@ class ReloadedFile:
             threading.Thread(target=_set, args=(set_limit, limit_bytes), daemon=True).start()
             applied.add(LIMIT)
         for name in sorted(applied):
-            logger.warning("--%s is now %s", _flag(name), values.get(name, "the default"))
+            notices.info("--%s is now %s", _flag(name), values.get(name, "the default"))
         for name in sorted(names - applied):
             logger.warning("the change of --%s takes effect after a restart", _flag(name))
 
@@ -125,7 +128,7 @@ class ReloadedTable:
             for key in sorted(old.keys() | new.keys()):
                 if old.get(key) != new.get(key):
                     value = new.get(key, "the default")
-                    logger.warning("%s of %s is now %s", _flag(key), name, value)
+                    notices.info("%s of %s is now %s", _flag(key), name, value)
             if _with(before[name], {}) != _with(table[name], {}):
                 later.add(name)
         if later:
@@ -135,6 +138,11 @@ class ReloadedTable:
             _with(model, _changeable(table[model.name])) if model.name in table else model
             for model in self.models
         )
+
+
+def reload_on_hangup(reload: Callable[[], None]) -> None:
+    """Call a function at SIGHUP, outside the context of the request that the signal interrupts."""
+    signal.signal(signal.SIGHUP, lambda *_: Context().run(reload))
 
 
 def _changeable(model: TableModel) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from penstock.cli import options
 from penstock.cli import serve_options as flags
 from penstock.cli.group import check_same, joined
 from penstock.cli.log_setup import set_up_logs
-from penstock.cli.reload import ReloadedFile
+from penstock.cli.reload import ReloadedFile, reload_on_hangup
 from penstock.cli.serve_several import (
     check_encoder,
     check_several,
@@ -425,7 +425,7 @@ def _run(
             sys.stdout.flush()
             freeze_loaded()
             if settings.keys is not None or reloaded is not None:
-                signal.signal(signal.SIGHUP, lambda *_: reload())
+                reload_on_hangup(reload)
             server.run(sockets=[listener])
     if server.dead:
         print("penstock: the engine has died; see above", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from penstock import __version__, config
 from penstock.cli import options
 from penstock.cli.banner import url_of
 from penstock.cli.model_table import TableModel, name_of, table_models
-from penstock.cli.reload import ReloadedFile, ReloadedTable
+from penstock.cli.reload import ReloadedFile, ReloadedTable, reload_on_hangup
 from penstock.errors import ModelError, SettingError
 from penstock.memory.sizes import format_bytes
 from penstock.models.encoder_types import ENCODER_NOTE, WRITING
@@ -125,7 +124,7 @@ def serve_several(
                 console.print(line, soft_wrap=True)
             sys.stdout.flush()
             if settings.keys is not None or reloaded is not None or table is not None:
-                signal.signal(signal.SIGHUP, lambda *_: reload())
+                reload_on_hangup(reload)
             for model in models:
                 if model.pin:
                     several.pool.load(model.name)

@@ -21,7 +21,7 @@ from penstock.config.defaults import (
 from penstock.config.engine_settings import MTP, EngineSettings, ModelSource, WeightsDtype
 from penstock.config.fleet_settings import WORTH, FleetSettings, RoutingPolicy
 from penstock.config.sampling_settings import SamplingSettings
-from penstock.config.server_settings import LOOPBACK_HOSTS, SAMPLED, ServerSettings
+from penstock.config.server_settings import LOOPBACK_HOSTS, NOTICES, SAMPLED, ServerSettings
 from penstock.config.setting import Setting, Settings, flag_of, in_plain_words, parse, setting_of
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "MIN_QUANTIZE_TOKENS",
     "MLX_LM_MINOR",
     "MTP",
+    "NOTICES",
     "PORT",
     "PREFILL_CHUNK",
     "RAW_FIRST_TOKENS",

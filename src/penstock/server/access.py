@@ -23,11 +23,13 @@ from prometheus_client.registry import Collector
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from penstock.config import ApiKey, ServerSettings, digest_of, read_keys
+from penstock.config import NOTICES, ApiKey, ServerSettings, digest_of, read_keys
 from penstock.errors import SettingError
+from penstock.plurals import counted
 from penstock.server.problems import ServerError, Unauthorized
 
 logger = logging.getLogger(__name__)
+notices = logging.getLogger(NOTICES)
 
 MINUTE = 60.0
 ADMIN_PATHS = ("/v1/cache", "/v1/sessions", "/v1/live", "/metrics")
@@ -135,7 +137,7 @@ class Access(Collector):
             logger.error("cannot reload the API keys, keeping the previous keys: %s", error)
         else:
             self.replace(keys)
-            logger.warning("reloaded %d API keys", len(keys))
+            notices.info("reloaded %s", counted(len(keys), "API key"))
 
     def replace(self, keys: Sequence[ApiKey]) -> None:
         before, self._accounts = self._accounts, {}
