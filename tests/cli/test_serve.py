@@ -311,7 +311,10 @@ def test_sigterm_drains_open_requests() -> None:
         assert process.wait(20) == 0
         assert process.stderr is not None
         said = [line for line in process.stderr if not PROGRESS.fullmatch(line)]
-        assert said == [], "nothing is said of a server that ends as it was told"
+        assert said == [
+            "penstock: stopping with 1 answer open: waiting up to 30 s (--drain-timeout); a second "
+            "signal stops at once\n"
+        ]
 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
@@ -319,6 +322,8 @@ def test_server_stops_cleanly_before_it_listens(sig: signal.Signals) -> None:
     with started() as (process, _):
         process.send_signal(sig)
         assert process.wait(20) == 0
+        assert process.stderr is not None
+        assert "stopping" not in process.stderr.read(), "no answer was open"
 
 
 def test_second_signal_stops_at_once() -> None:

@@ -645,9 +645,8 @@ def test_shutdown_finishes_open_requests_and_refuses_new(ends: dict[str, int]) -
         assert running.wait(SOON) == 0
         assert running.stderr is not None
         shown = running.stderr.read().splitlines()  # a slow start says what it does
-        assert [
-            line for line in shown if not re.match("penstock: (loading|measuring) ", line)
-        ] == []
+        (line,) = [line for line in shown if not re.match("penstock: (loading|measuring) ", line)]
+        assert line.startswith("penstock: stopping with 1 answer open: ")
 
 
 def strike(running: subprocess.Popen[str], url: str) -> None:

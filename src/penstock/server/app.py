@@ -32,7 +32,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import LOGGING_CONFIG
 
 from penstock import __version__
-from penstock.config import LOOPBACK_HOSTS, ServerSettings
+from penstock.config import LOOPBACK_HOSTS, NOTICES, ServerSettings
 from penstock.errors import PenstockError
 from penstock.server import cache_routes, live, metrics, reference, sessions, tokenize_routes
 from penstock.server.access import CLIENT, KEY_HOLDER, Access, checked
@@ -50,12 +50,14 @@ from penstock.server.problems import (
     ShuttingDown,
     problem_of,
     response_for,
+    stopping_text,
 )
 from penstock.server.prompt_memory import PromptMemory
 from penstock.server.request_body import Body
 from penstock.server.service import Service
 
 logger = logging.getLogger(__name__)
+notices = logging.getLogger(NOTICES)
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/favicon.ico"})
 UNCOUNTED = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -386,6 +388,8 @@ class Server(uvicorn.Server):
 
     def _drain(self) -> None:
         service = self.service
+        if count := service.open_requests:
+            notices.info(stopping_text(count, service.settings.drain_timeout_seconds))
         try:
             if not self._drained():
                 service.cancel_all()

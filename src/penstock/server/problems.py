@@ -28,6 +28,7 @@ from penstock.errors import (
     QueueFull,
     SettingError,
 )
+from penstock.plurals import counted
 
 RETRY_SECONDS = 2
 ANTHROPIC_PATHS = "/v1/messages"
@@ -129,6 +130,18 @@ class Unavailable(ServerError):
 class ShuttingDown(Unavailable):
     def __init__(self, message: str = "the server is shutting down") -> None:
         super().__init__(message, code="shutting_down")
+
+
+def stopping_text(answers: int, seconds: float) -> str:
+    """Return what the operator of a server that stops with open answers is told.
+
+    >>> stopping_text(1, 30.0)[:50]
+    'stopping with 1 answer open: waiting up to 30 s (-'
+    """
+    return (
+        f"stopping with {counted(answers, 'answer')} open: waiting up to {seconds:g} s "
+        "(--drain-timeout); a second signal stops at once"
+    )
 
 
 @dataclass(frozen=True, slots=True)
