@@ -251,6 +251,31 @@ def test_bad_flags_give_one_line_error(
 
 
 @pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("nosuch", "there is no folder nosuch; a hub name has the form owner/model"),
+        ("nosuch.gguf", "there is no file nosuch.gguf"),
+        ("empty", "empty is not a model folder: it has no config.json"),
+        ("text.gguf", "text.gguf"),
+    ],
+)
+def test_each_of_several_models_is_checked_at_start(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("text.gguf").write_text("no weights")
+    assert main(["serve", str(MODEL_PATH), "owner/not-downloaded", model, "--port", "0"]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("penstock: ") and told.err.count("\n") == 1
+    assert says in told.err and told.out == ""
+
+
+@pytest.mark.parametrize(
     ("model", "name"),
     [
         ("/models/a/SmolLM2.Q4_1.gguf", "SmolLM2.Q4_1"),

@@ -78,6 +78,7 @@ def serve_several(
     """Serve models; SIGHUP calls `read` for their new settings."""
     # As in `serve`: mlx-lm takes a second to import.
     from penstock.engine.settings import checked
+    from penstock.models.loading import check_model
     from penstock.pool.model_pool import ModelPool
     from penstock.server.app import Server
     from penstock.server.attached_models import ServedModel
@@ -88,6 +89,7 @@ def serve_several(
     limit_bytes = checked({"memory_limit": limits.get("memory_limit")}).memory_limit
     served = []
     for model in models:
+        check_model(model.path)
         own = _own(model, settings)
         check_names(own.tool_parser, own.reasoning_parser)
         adapters = tuple(model.adapters)

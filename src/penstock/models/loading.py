@@ -122,6 +122,18 @@ def load_within(
     )
 
 
+def check_model(path_or_name: str | Path) -> None:
+    """Raise ModelError for a model that cannot exist, or lacks files; the weights are not read.
+
+    Names of models that are not downloaded yet are accepted, and nothing is downloaded.
+    """
+    if str(path_or_name) in named.MODELS and not Path(path_or_name).exists():
+        return
+    path = _fetched(path_or_name)
+    if open_model_file(path) is None:
+        checked_source(path)
+
+
 def check_fits(
     path_or_name: str | Path,
     weights_dtype: WeightsDtype,
