@@ -39,7 +39,7 @@ def test_wrong_openai_base_url_is_explained(recall_server: Running, base: str) -
     api = openai.OpenAI(base_url=recall_server.url + base, api_key="any", max_retries=0)
     with api, pytest.raises(openai.NotFoundError) as missing:
         api.chat.completions.create(model="any", **BODY)
-    message = str(missing.value.body)
+    message = str(missing.value.body["message"])  # type: ignore[index]
     assert f"but at {CHAT}" in message and "OpenAI's clients ends in /v1" in message
 
 

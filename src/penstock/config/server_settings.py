@@ -11,9 +11,9 @@ from penstock.config.defaults import HOST, PORT
 from penstock.config.setting import Setting, Settings
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+"""Host names that only programs on this machine can reach."""
 NOTICES = "penstock.notices"
 """Name of the logger whose INFO records are shown by default: replies to a process's signals."""
-"""Host names that only programs on this machine can reach."""
 MODELS_OWN = "from the model's generation_config.json"
 SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields of `ServerSettings` that override the model's generation_config.json."""

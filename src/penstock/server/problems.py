@@ -34,6 +34,8 @@ RETRY_SECONDS = 2
 ANTHROPIC_PATHS = "/v1/messages"
 """Path under which errors have Anthropic's format; others use OpenAI's, or Ollama's."""
 OLLAMA_PATHS = "/api"
+OPENAI_ENDINGS = ("/chat/completions", "/completions", "/models", "/responses")
+"""Ends of paths that only OpenAI's clients ask for, also with a wrong base URL."""
 UNTHREADED = "thread_unsupported_request"
 """Error code that makes Anthropic's clients resend the whole conversation."""
 STOPPED = "the engine has stopped, or accepts no more requests; try again later"
@@ -286,7 +288,7 @@ def anthropic_body(problem: Problem) -> dict[str, Any]:
 
 def body_for(path: str, problem: Problem) -> dict[str, Any]:
     """Return the error object in the format of the path's API, with the request id."""
-    if is_under(OLLAMA_PATHS, path):
+    if is_under(OLLAMA_PATHS, path) and not path.endswith(OPENAI_ENDINGS):
         return {"error": problem.message}
     is_anthropic = is_under(ANTHROPIC_PATHS, path) or FROM_ANTHROPIC.get()
     body = anthropic_body(problem) if is_anthropic else openai_body(problem)
