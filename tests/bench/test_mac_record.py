@@ -58,6 +58,26 @@ def test_missing_model_is_refused_before_benches(capfd: pytest.CaptureFixture[st
     assert "there is no no/such/folder" in capfd.readouterr().err
 
 
+def test_file_that_cannot_be_written_is_refused_before_benches(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mac_command, "RECORDED", ())
+    out = tmp_path / "nope" / "record.json"
+    assert main(["bench", "mac", "--out", str(out)]) == 2
+    printed = capfd.readouterr()
+    reason = "cannot be written (No such file or directory); choose another file"
+    assert f"--out {out} {reason}" in printed.err and printed.out == ""
+    assert printed.err.count("\n") == 1
+
+
+def test_check_of_file_leaves_it_as_it_was(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("kept")
+    for out in (old, new):
+        assert main(["bench", "mac", "--model", "no/such/folder", "--out", str(out)]) == 2
+    assert old.read_text() == "kept" and not new.exists()
+
+
 def test_record_on_own_model_has_its_name_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

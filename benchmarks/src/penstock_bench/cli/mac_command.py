@@ -14,6 +14,7 @@ import typer
 
 from penstock.cli.model_table import name_of
 from penstock.cli.planned_spec import limit_or_usual, read_spec
+from penstock.errors import SettingError
 from penstock_bench.cli.all_command import BenchEnd, Command, run_all
 
 _SINGLE: Command = ("bench", "single", "--rounds", "2", "--longest", "0")
@@ -75,6 +76,7 @@ def mac(
     goals that are not met are only recorded. A model with real weights has to be there (penstock
     pull); its tokens are not compared.
     """
+    _check_out(out)
     if model is not None:
         read_spec(model, "auto", limit_or_usual(None))  # to report errors before anything runs
     doctor = subprocess.run(
@@ -94,6 +96,19 @@ def mac(
         print(f"{minutes:g} minutes were over; --minutes {4 * minutes:g} records more")
     print(f"The record is {out.absolute()}\n{SEND}")
     raise typer.Exit(2 if failed else 0)
+
+
+def _check_out(file: Path) -> None:
+    """Refuse a file that cannot be written, before anything is measured."""
+    was_there = file.exists()
+    try:
+        file.open("a").close()
+    except OSError as error:
+        raise SettingError(
+            f"--out {file} cannot be written ({error.strerror}); choose another file"
+        ) from None
+    if not was_there:
+        file.unlink()
 
 
 def _with_model(bench: Command, model: str | None) -> Command:
