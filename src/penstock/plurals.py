@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def counted(count: int, noun: str) -> str:
+def counted(count: float, noun: str) -> str:
     """Format a count with its noun.
 
     >>> counted(1, "block"), counted(1_200, "block"), counted(2, "entry"), counted(0, "hash")

@@ -7,12 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_all_benches import SMALL, commands, split
+from test_all_benches import SMALL, BenchEnd, commands, split
 
 from penstock.cli import main
 from penstock.recall import MODEL_PATH
 from penstock_bench.cli import mac_command
-from penstock_bench.cli.mac_command import RECORDED
+from penstock_bench.cli.mac_command import RECORDED, merged
 
 
 @pytest.mark.parametrize("command", RECORDED, ids=" ".join)
@@ -50,7 +50,20 @@ def test_slow_machine_records_what_it_has_time_for(
     assert 1 < benches[1]["seconds"] < 31 and benches[2]["seconds"] == 0
     shown = capfd.readouterr().out
     assert f"no time: penstock {' '.join(slow)}" in shown and "[3 of 3]" not in shown
-    assert "0.5 minutes were over; --minutes 2 records more" in shown
+    assert "the time of 0.5 minutes was over; --minutes 2 records more" in shown
+
+
+def test_record_without_finished_bench_exits_with_2(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = [BenchEnd(SMALL, None, ())]
+    monkeypatch.setattr(mac_command, "run_all", lambda *_, **__: late)
+    out = tmp_path / "record.json"
+    assert main(["bench", "mac", "--minutes", "1", "--out", str(out)]) == 2
+    shown = capfd.readouterr()
+    assert "To send it" not in shown.out
+    reason = "nothing was measured: no bench ended within 1 minute; try --minutes 4"
+    assert shown.err.endswith(f"{reason}\n") and not out.exists()
 
 
 def test_missing_model_is_refused_before_benches(capfd: pytest.CaptureFixture[str]) -> None:
@@ -76,6 +89,31 @@ def test_check_of_file_leaves_it_as_it_was(tmp_path: Path) -> None:
     for out in (old, new):
         assert main(["bench", "mac", "--model", "no/such/folder", "--out", str(out)]) == 2
     assert old.read_text() == "kept" and not new.exists()
+
+
+def test_machine_of_record_has_no_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/Users/Ann Lee")
+    library = "/Users/Ann Lee/Library/blas/libopenblas-0.3.so"
+    slow = f"PENSTOCK_BLAS={library} is not used: {library}: it has no cblas_sgemm"
+    report = {
+        "device": "MLX cannot be imported: dlopen('/opt/env/lib/libmlx.so')",
+        "blas": {"is_fast": True, "name": library, "why": "in ~/lib/a.so, ./b/c.so or d/e.so"},
+        "memory": {"total_bytes": 8},
+        "problems": [{"what": slow, "remedy": "pip uninstall mlx-cpu"}],
+    }
+    name = "libopenblas-0.3.so"
+    assert merged(json.dumps(report), [])["machine"] == {
+        "device": "MLX cannot be imported: dlopen('libmlx.so')",
+        "blas": {"is_fast": True, "name": name, "why": "in a.so, c.so or e.so"},
+        "memory": {"total_bytes": 8},
+        "problems": [
+            {
+                "what": f"PENSTOCK_BLAS={name} is not used: {name}: it has no cblas_sgemm",
+                "remedy": "pip uninstall mlx-cpu",
+            }
+        ],
+    }
+    assert merged("", [])["machine"] is None
 
 
 def test_record_on_own_model_has_its_name_only(

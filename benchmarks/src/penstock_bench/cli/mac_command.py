@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import typer
 from penstock.cli.model_table import name_of
 from penstock.cli.planned_spec import limit_or_usual, read_spec
 from penstock.errors import SettingError
+from penstock.plurals import counted
 from penstock_bench.cli.all_command import BenchEnd, Command, run_all
 
 _SINGLE: Command = ("bench", "single", "--rounds", "2", "--longest", "0")
@@ -40,6 +42,8 @@ SEND = (
     "It holds figures, and names of the machine's parts."
 )
 
+_FOLDERS = re.compile(r"[^\s'\"=:,;()\[\]]*/(?=[^\s/])")
+"""Part of a path before its last name."""
 
 MEASURED_ON_MODEL = ("single", "shared-prefix", "hit")
 
@@ -72,19 +76,24 @@ def mac(
     """Record a GPU in one file: kernels, speed beside mlx-lm, sharing.
 
     Needs no input and no network. Stops after ten minutes (--minutes), and lists what a slow
-    machine had no time for. Exits with 2 if a bench fails, as on tokens that differ from mlx-lm's;
-    goals that are not met are only recorded. A model with real weights has to be there (penstock
-    pull); its tokens are not compared.
+    machine had no time for. Exits with 2 if no bench ends in time, or one fails, as on tokens that
+    differ from mlx-lm's; goals that are not met are only recorded. A model with real weights has to
+    be there (penstock pull); its tokens are not compared.
     """
     _check_out(out)
     if model is not None:
         read_spec(model, "auto", limit_or_usual(None))  # to report errors before anything runs
+    time = counted(int(minutes) if minutes.is_integer() else minutes, "minute")
     doctor = subprocess.run(
         [sys.executable, "-m", "penstock", "doctor", "--json"], capture_output=True, text=True
     )
     with TemporaryDirectory() as folder:
         benches = [_with_model(bench, model) for bench in RECORDED]
         ends = run_all(benches, Path(folder), seconds=60 * minutes)
+        if all(end.status is None for end in ends):
+            raise SettingError(
+                f"nothing was measured: no bench ended within {time}; try --minutes {4 * minutes:g}"
+            )
         out.write_text(json.dumps(merged(doctor.stdout, ends, model)) + "\n")
     failed = [end for end in ends if end.failed]
     for end in failed:
@@ -93,7 +102,7 @@ def mac(
     for end in late:
         print(f"no time: penstock {' '.join(end.command)}")
     if late:
-        print(f"{minutes:g} minutes were over; --minutes {4 * minutes:g} records more")
+        print(f"the time of {time} was over; --minutes {4 * minutes:g} records more")
     print(f"The record is {out.absolute()}\n{SEND}")
     raise typer.Exit(2 if failed else 0)
 
@@ -130,4 +139,15 @@ def merged(machine: str, ends: Sequence[BenchEnd], model: str | None = None) -> 
         }
         for end in ends
     ]
-    return {"machine": json.loads(machine) if machine else None, "benches": benches}
+    return {"machine": without_folders(json.loads(machine or "null")), "benches": benches}
+
+
+def without_folders(value: Any) -> Any:
+    """Return a value of JSON whose texts have the last names of paths only."""
+    if isinstance(value, dict):
+        return {key: without_folders(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_folders(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    return _FOLDERS.sub("", value.replace(f"{Path.home()}/", "/"))
