@@ -84,6 +84,8 @@ def load_prompt_cache(file_name: str | os.PathLike[str], return_metadata: bool =
         CacheFileError: the file does not exist, is not a prompt cache, or contains a cache of an
             unknown class.
     """
+    if not Path(file_name).exists():
+        raise CacheFileError(f"there is no file {file_name}")
     try:
         loaded: Any = mx.load(str(file_name), format="safetensors", return_metadata=True)
         arrays, header = loaded
