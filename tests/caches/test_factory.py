@@ -279,8 +279,13 @@ def test_quantized_rotating_cache_has_constant_size(family: str) -> None:
         ({"keep": 1.0}, TypeError, "keep"),
         ({"capacity": 0}, ValueError, "capacity"),
         ({"capacity": "all"}, SettingError, "capacity must be a number of tokens or 'window'"),
-        ({"kv_bits": 7}, ValueError, "bits"),
-        ({"kv_bits": 4, "kv_group_size": 7}, ValueError, "group_size"),
+        ({"kv_bits": 7}, SettingError, "^kv_bits must be one of .*, not 7"),
+        ({"kv_bits": 4, "kv_group_size": 7}, SettingError, "^kv_group_size must be one of"),
+        (
+            {"max_kv_size": 64, "kv_cache_quantization": "turbo4"},
+            SettingError,
+            "^max_kv_size must be at least 128 with kv_cache_quantization, not 64",
+        ),
     ],
 )
 def test_bad_arguments_are_named_in_error(

@@ -264,6 +264,12 @@ def test_invalid_memory_limit_is_refused(limit: Any) -> None:
         PrefixCache(limit)
 
 
+@pytest.mark.parametrize("size", [0, "32", 1.5])
+def test_invalid_block_size_is_refused(size: Any) -> None:
+    with pytest.raises(SettingError, match="block_size must be"):
+        PrefixCache("1MB", block_size=size)
+
+
 @pytest.mark.parametrize(
     ("caches", "reason"),
     [

@@ -38,6 +38,8 @@ from penstock.kv.columns import Side
 from penstock.kv.quantization import FORMAT, QuantizationRule
 from penstock.kv.segment import Layer
 
+LEAST_WINDOW = 2 * BLOCK_TOKENS
+"""Tokens of the smallest window: a block of codes, and one that is not encoded yet."""
 _ALL = 2**30
 """Number larger than that of any cache's tokens."""
 
@@ -170,10 +172,10 @@ class TurboQuantKVCache(TurboQuant):
         )
         if rule.is_raw:
             raise SettingError(f"kv_cache_quantization {codec} is not a codec; use KVCache")
-        if max_size is not None and positive("max_size", max_size) < 2 * BLOCK_TOKENS:
-            raise ValueError(f"max_size must be at least {2 * BLOCK_TOKENS}, not {max_size}")
+        if max_size is not None and positive("max_size", max_size) < LEAST_WINDOW:
+            raise SettingError(f"max_size must be at least {LEAST_WINDOW}, not {max_size}")
         if max_size is not None and whole("keep", keep, 0) >= max_size:
-            raise ValueError(f"keep must lie in 0..{max_size - 1}, not {keep}")
+            raise SettingError(f"keep must lie in 0..{max_size - 1}, not {keep}")
         if capacity is not None:
             capacity = min(positive("capacity", capacity), max_size or capacity)
         self._set_up(rule.scheme, rule.first_tokens, min_quantize_tokens, max_size, keep, capacity)

@@ -19,15 +19,15 @@ from penstock.attention.selection.key_centers import (
     run_of_tokens,
 )
 from penstock.caches.base import LayerCache
-from penstock.caches.codec import TurboQuantKVCache
+from penstock.caches.codec import LEAST_WINDOW, TurboQuantKVCache
 from penstock.caches.codes import BLOCK_TOKENS
-from penstock.caches.quantized import QuantizedRotatingKVCache
+from penstock.caches.quantized import BITS, GROUP_SIZES, QuantizedRotatingKVCache
 from penstock.caches.rotating import Ring, RotatingKVCache
 from penstock.caches.selective import SelectiveKVCache
 from penstock.caches.sinks import SinkRotatingKVCache
 from penstock.config import MAX_KV_SIZE, MIN_QUANTIZE_TOKENS, RAW_FIRST_TOKENS, default_keep
 from penstock.errors import SettingError
-from penstock.kv.checks import loaded_model, positive, whole
+from penstock.kv.checks import loaded_model, one_of, positive, whole
 from penstock.kv.numpy_arrays import Floats
 from penstock.kv.quantization import QuantizationRule
 from penstock.plurals import counted
@@ -89,7 +89,10 @@ def make_kv_cache(
         least_tokens=kv_cache_min_quantize_tokens,
     )
     shared = _reads_other_layers(model)
-    _check_codec(rule, kv_bits, shared=shared)
+    _check_codec(rule, kv_bits, size, shared=shared)
+    if kv_bits is not None:
+        one_of("kv_bits", kv_bits, BITS)
+        one_of("kv_group_size", kv_group_size, GROUP_SIZES)
     if not rule.is_raw or kv_bits is not None:
         _check_reads_all(attend)
     if attend_rest and attend is None:
@@ -226,11 +229,15 @@ class Bound:
         return cache
 
 
-def _check_codec(rule: QuantizationRule, kv_bits: int | None, *, shared: bool) -> None:
+def _check_codec(rule: QuantizationRule, kv_bits: int | None, size: int, *, shared: bool) -> None:
     if rule.is_raw:
         return
     if kv_bits is not None:
         raise SettingError("kv_bits and kv_cache_quantization exclude each other; set one of them")
+    if size < LEAST_WINDOW:
+        raise SettingError(
+            f"max_kv_size must be at least {LEAST_WINDOW} with kv_cache_quantization, not {size}"
+        )
     if shared:
         raise SettingError(
             "kv_cache_quantization: not supported, because layers of this model read other layers' "

@@ -117,6 +117,7 @@ class PrefixCache:
     ) -> None:
         if block_size is None:
             block_size = QuantizationRule.block_size(kv_cache_quantization)
+        block_size = positive("block_size", block_size)
         self._rule = QuantizationRule.of(
             kv_cache_quantization,
             block_size=block_size,

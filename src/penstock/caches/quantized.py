@@ -12,6 +12,7 @@ from penstock.caches.growing import BatchGrowing, Growing, KVCache
 from penstock.caches.rotating import Ring, RotatingKVCache
 from penstock.caches.sinks import BatchSinkRing, SinkRing
 from penstock.kv import columns as col
+from penstock.kv.checks import one_of
 from penstock.kv.columns import Side
 
 BITS = (2, 3, 4, 5, 6, 8)
@@ -30,8 +31,8 @@ class Quantized(LayerCache):
     bits: int
 
     def _set_width(self, group_size: object, bits: object) -> None:
-        self.group_size = _one_of("group_size", group_size, GROUP_SIZES)
-        self.bits = _one_of("bits", bits, BITS)
+        self.group_size = one_of("group_size", group_size, GROUP_SIZES)
+        self.bits = one_of("bits", bits, BITS)
 
     def _encode(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
         return self._quantize(keys), self._quantize(values)
@@ -161,12 +162,6 @@ class BatchQuantizedRotatingKVCache(Quantized, BatchSinkRing):
     ) -> None:
         super().__init__(max_size, keep, rows)
         self._set_width(group_size, bits)
-
-
-def _one_of(name: str, value: object, known: tuple[int, ...]) -> int:
-    if not isinstance(value, int) or value not in known:
-        raise ValueError(f"{name} must be one of {known}, not {value!r}")
-    return value
 
 
 QuantizedKVCache.batch_class = BatchQuantizedKVCache

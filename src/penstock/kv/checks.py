@@ -49,6 +49,12 @@ def positive(name: str, value: object) -> int:
     return whole(name, value, 1)
 
 
+def one_of(name: str, value: object, known: tuple[int, ...]) -> int:
+    if not isinstance(value, int) or value not in known:
+        raise SettingError(f"{name} must be one of {known}, not {value!r}")
+    return value
+
+
 def window(max_size: object, keep: object) -> tuple[int, int]:
     """Return the window size and the number of kept tokens, validated: 0 <= keep < max_size."""
     size, kept = positive("max_size", max_size), whole("keep", keep, 0)
