@@ -922,6 +922,18 @@ def test_explain_knows_every_evicted_block() -> None:
     assert told.reason == "this part is new: 4 tokens from token 8 on, never cached"
 
 
+def test_explain_says_that_prompt_is_shorter_than_a_block() -> None:
+    prefixes = make()
+    put(prefixes, range(8)).release()
+    short = explain(prefixes, [0, 1, 9])
+    assert (short.held_tokens, short.diverges_at) == (0, 2)
+    assert short.reason == (
+        "the prompt has 3 tokens, and prompts share whole blocks of 4 tokens: "
+        "it is too short for one"
+    )
+    assert explain(prefixes, [0, 1, 9, 9]).reason.startswith("token 2 differs")
+
+
 def test_explain_names_first_of_equal_branches() -> None:
     prefixes = make()
     for branch in ([5, 5, 5, 5], [6, 6, 6, 6], [5, 7, 7, 7]):

@@ -103,6 +103,11 @@ def _reason(
     if gone is not None:
         cause = CAUSES[gone.why].format(limit=format_bytes(prefixes.ledger.limit_bytes))
         return f"the next block was evicted {ago:,.0f} s ago {cause}"
+    if cached == 0 and length < size:
+        return (
+            f"the prompt has {counted(length, 'token')}, and prompts share whole blocks of "
+            f"{counted(size, 'token')}: it is too short for one"
+        )
     if diverges is not None:
         return (
             f"token {diverges:,} differs from the nearest cached prompt: the part from there "
