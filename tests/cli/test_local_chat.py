@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from penstock.cli.answer_figures import AnswerFigures
-from penstock.cli.local_chat import LocalChat, kv_line, kv_use, measured, open_engine
+from penstock.cli.local_chat import (
+    LocalChat,
+    figures_record,
+    kv_line,
+    kv_use,
+    measured,
+    open_engine,
+)
 from penstock.cli.options import local_limits
 from penstock.config import SamplingSettings
 from penstock.engine.engine import Engine
 from penstock.errors import ModelError, SettingError
+from penstock.memory import format_bytes
 from penstock.models.loading import load_all
 from penstock.models.mlx_lm import render
 from penstock.recall import MODEL_PATH
@@ -222,3 +231,18 @@ def test_draft_model_does_not_change_answers(talk: Talk, text: str) -> None:
     for line in lines:
         assert ask(plain, line) == ask(drafted, line)
     assert drafted.engine.stats().drafted_tokens > 0
+
+
+def test_peak_memory_includes_what_mlx_does_not_hold(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = talk()
+    ask(chat, TOLD[0])
+    monkeypatch.setattr(mx, "get_peak_memory", lambda: 1_000)
+    stats = chat.engine.stats()
+    assert stats.used_bytes > stats.by_kind["weights"] > 1_000
+    assert f"peak memory {format_bytes(stats.used_bytes)};" in chat.stats()
+    record = figures_record("", "stop", figures(chat), chat.engine)
+    assert record["peak_memory_bytes"] == stats.used_bytes
+    monkeypatch.setattr(mx, "get_peak_memory", lambda: 10**12)
+    assert "peak memory 1.00 TB;" in chat.stats()

@@ -91,7 +91,7 @@ def measured(answer: Text, figures: AnswerFigures) -> Iterator[str]:
 
 
 def figures_line(figures: AnswerFigures, engine: Engine) -> str:
-    peak = format_bytes(mx.get_peak_memory())
+    peak = format_bytes(peak_bytes(engine))
     return f"{figures.line()}; peak memory {peak}; {kv_line(engine)}"
 
 
@@ -105,9 +105,14 @@ def figures_record(
         "prompt_tokens_per_second": figures.prompt_tokens_per_second,
         "generated_tokens": figures.completion_tokens,
         "generated_tokens_per_second": figures.tokens_per_second,
-        "peak_memory_bytes": mx.get_peak_memory(),
+        "peak_memory_bytes": peak_bytes(engine),
         "kv": kv_use(engine),
     }
+
+
+def peak_bytes(engine: Engine) -> int:
+    """Return MLX's peak, or the bytes in the ledger if more: MLX does not hold packed weights."""
+    return max(mx.get_peak_memory(), engine.stats().used_bytes)
 
 
 def kv_use(engine: Engine) -> dict[str, int]:
