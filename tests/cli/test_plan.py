@@ -229,8 +229,22 @@ def test_weights_exceeding_memory_are_reported(
     made = json.loads(out)
     assert code == 1
     assert "the weights alone exceed --memory-limit by 5.48 GB" in made["advice"]
-    assert "about 18.0GB would be enough" in made["advice"]
     assert made["chosen"]["sequences"] == 0
+
+
+@pytest.mark.parametrize("bits", [(), ("--kv-bits", "4"), ("--batch", "3")])
+def test_limit_that_plan_names_fits(
+    capsys: pytest.CaptureFixture[str], folder: Path, bits: tuple[str, ...]
+) -> None:
+    """The weights are converted to float32 with a larger limit on a CPU."""
+    for arguments in ((str(folder), *bits), (str(MODEL_PATH), *bits)):
+        code, out, _ = run(capsys, *arguments, "--memory-limit", "1MB", "--json")
+        limit = re.findall("need at least ([^ ]+B), or", json.loads(out)["advice"])[0]
+        assert code == 1
+        assert run(capsys, *arguments, "--memory-limit", limit)[0] == 0
+        unit = limit[-2:]
+        less = f"{float(limit[:-2]) - {'MB': 1.0, 'GB': 0.1}[unit]:.1f}{unit}"
+        assert run(capsys, *arguments, "--memory-limit", less)[0] == 1
 
 
 def test_embedded_model_is_default(capsys: pytest.CaptureFixture[str]) -> None:

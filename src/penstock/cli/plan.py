@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -201,18 +201,25 @@ def plan(
         show_together(together([encoder], limit_bytes), as_json=as_json)
         return
     head = head_of(draft)
-    spec = read_spec(model, weights_dtype, limit_bytes, head=head)
-    if any(choice.values()):
-        spec = replace(spec, raw_dtype=None)
-    if draft_model is not None and head is None:
-        spec = _with_draft(spec, read_spec(draft_model, weights_dtype, limit_bytes))
-    memory_plan = make_plan(
-        memory.divided(spec, hosts, pipeline=pipeline),
-        memory_bytes=limit_bytes,
-        batch=batch,
-        kv_bits=kv_bits,
-        **window,
-    )
+
+    def planned(limit_bytes: int) -> MemoryPlan:
+        spec = read_spec(model, weights_dtype, limit_bytes, head=head)
+        if any(choice.values()):
+            spec = replace(spec, raw_dtype=None)
+        if draft_model is not None and head is None:
+            spec = _with_draft(spec, read_spec(draft_model, weights_dtype, limit_bytes))
+        return make_plan(
+            memory.divided(spec, hosts, pipeline=pipeline),
+            memory_bytes=limit_bytes,
+            batch=batch,
+            kv_bits=kv_bits,
+            **window,
+        )
+
+    memory_plan = planned(limit_bytes)
+    if not memory_plan.fits and memory_plan.free_bytes <= 0:
+        enough = _enough(memory_plan, planned)
+        memory_plan = replace(memory_plan, advice=_too_large(-memory_plan.free_bytes, enough))
     if measure and memory_plan.free_bytes > 0:
         largest = largest_request(model, weights_dtype, limit_bytes, **window, **draft, **choice)
         memory_plan = replace(
@@ -419,15 +426,32 @@ def _arithmetic(
     return lines
 
 
+def _enough(plan: MemoryPlan, planned: Callable[[int], MemoryPlan]) -> str:
+    """Return the smallest limit of a plan that fits; a larger one may convert the weights."""
+    while plan.chosen.missing_bytes:
+        enough = memory.round_up(_needed_bytes(plan))
+        plan = planned(memory.parse_bytes(enough))
+    less = memory.round_up(_needed_bytes(plan))  # the converted weights may be smaller
+    return less if planned(memory.parse_bytes(less)).fits else enough
+
+
+def _needed_bytes(plan: MemoryPlan) -> int:
+    return plan.memory_bytes - plan.free_bytes + plan.chosen.bytes_of_batch
+
+
+def _too_large(excess_bytes: int, enough: str) -> str:
+    return (
+        f"does not fit: the weights alone exceed --memory-limit by {format_bytes(excess_bytes)}; "
+        f"with caches they need at least {enough}, or use a smaller or more strongly quantized "
+        f"model"
+    )
+
+
 def _advice(chosen: PlanRow, rows: tuple[PlanRow, ...], limit: int, free: int, batch: int) -> str:
     """Describe how many bytes the chosen row lacks, and each change that would suffice."""
     short = format_bytes(chosen.missing_bytes)
     if free <= 0:
-        return (
-            f"does not fit: the weights alone exceed --memory-limit by {format_bytes(-free)}; "
-            f"about {memory.enough_for(limit - free)} would be enough, or use a smaller or more "
-            "strongly quantized model"
-        )
+        return _too_large(-free, memory.round_up(limit + chosen.missing_bytes))
     ways = []
     if chosen.largest_window_tokens and chosen.largest_window_tokens > 1:
         ways.append(f"--max-kv-size {chosen.largest_window_tokens}")

@@ -22,7 +22,7 @@ from penstock.memory.arithmetic import (
 )
 from penstock.memory.machine import MachineMemory, read_machine_memory
 from penstock.memory.reading import packed_weight_bytes, read_model_spec
-from penstock.memory.sizes import enough_for, format_bytes, parse_bytes, round_up
+from penstock.memory.sizes import format_bytes, parse_bytes, round_up
 from penstock.memory.spec import DTYPE_BYTES, LayerKind, LayerSpec, ModelSpec, divided, layer_groups
 
 __all__ = [
@@ -40,7 +40,6 @@ __all__ = [
     "default_limit_bytes",
     "default_threshold",
     "divided",
-    "enough_for",
     "format_bytes",
     "group_size_for",
     "layer_bytes_per_token",
