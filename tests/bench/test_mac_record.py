@@ -68,7 +68,7 @@ def test_record_without_finished_bench_exits_with_2(
 
 def test_missing_model_is_refused_before_benches(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "mac", "--model", "no/such/folder"]) == 2
-    assert "there is no no/such/folder" in capfd.readouterr().err
+    assert "there is no folder no/such/folder, and no model of that name" in capfd.readouterr().err
 
 
 def test_file_that_cannot_be_written_is_refused_before_benches(

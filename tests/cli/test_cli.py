@@ -194,6 +194,12 @@ def test_bad_blas_setting_gives_one_line_warning() -> None:
     assert len(done.stderr.splitlines()) <= 1
 
 
+UNKNOWN = (
+    "there is no folder nosuch, and no model of that name; penstock models lists names, and a hub "
+    "name has the form owner/model"
+)
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -229,12 +235,14 @@ def test_bad_blas_setting_gives_one_line_warning() -> None:
         (["generate", "x", "--max-kv-size", "64", "--keep-kv-size", "64"], "leaves no room"),
         (["chat", "--max-kv-size", "64", "--keep-kv-size", "65"], "leaves no room"),
         (["generate", "x", "--raw", "--system", "y"], "--system"),
-        (["generate", "x", "--model", "nosuch"], "there is no folder nosuch"),
+        (["generate", "x", "--model", "nosuch"], UNKNOWN),
         (["generate", "x", "--model", "./no/such"], "there is no folder ./no/such"),
-        (["chat", "--model", "nosuch"], "there is no folder nosuch"),
+        (["chat", "--model", "nosuch"], UNKNOWN),
         (["chat", "--model", "nosuch.gguf"], "there is no file nosuch.gguf"),
         (["chat", "--model", "no/such.gguf"], "there is no file no/such.gguf"),
-        (["doctor", "nosuch"], "there is no folder nosuch"),
+        (["doctor", "nosuch"], UNKNOWN),
+        (["plan", "nosuch"], UNKNOWN),
+        (["pull", "nosuch"], UNKNOWN),
     ],
 )
 def test_bad_arguments_give_one_line_error(

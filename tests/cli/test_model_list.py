@@ -194,7 +194,10 @@ def test_pull_errors_suggest_remedy(hub: tuple[StandInHub, dict[str, str]]) -> N
     assert "penstock models lists names" in refusal(run("pull", "missing", **environment))
     assert "--offline" in refusal(run("--offline", "pull", NAME, **environment))
     closed = {**environment, "HF_ENDPOINT": "http://127.0.0.1:9"}
-    assert "http://127.0.0.1:9 cannot be reached" in refusal(run("pull", NAME, **closed))
+    unreached = "http://127.0.0.1:9 cannot be reached"
+    pulled = refusal(run("pull", NAME, **closed))
+    assert unreached in pulled and f"run penstock pull {NAME} again" in pulled
+    assert "Error:" not in pulled
 
 
 def test_serve_without_model_lists_downloaded_models(

@@ -28,6 +28,7 @@ from penstock.engine.core import Core
 from penstock.engine.retention.spilling import Spilling
 from penstock.errors import ModelError, NeverFits, SettingError
 from penstock.memory import machine
+from penstock.models import named
 from penstock.recall import MODEL_PATH
 from penstock.server.prompt_memory import TOKEN_BYTES
 from penstock.server.service import Service
@@ -257,8 +258,8 @@ def test_embedded_model_is_default(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("nowhere/model",), "there is no nowhere/model"),
-        (("nowhere at all",), "there is no nowhere at all"),
+        (("nowhere/model",), "run penstock pull nowhere/model first, or pass a model folder"),
+        (("nowhere at all",), "there is no folder nowhere at all, and no model of that name; pen"),
         (("--memory-limit", "lots"), "--memory-limit 'lots' is not a size"),
         (("--memory-limit", "0GB"), "--memory-limit is 0"),
         (("--kv-bits", "7"), "--kv-bits 7"),
@@ -520,3 +521,14 @@ def test_single_model_flags_are_refused_for_several_models(
 ) -> None:
     code, _, err = run(capsys, str(folder), str(MODEL_PATH), "--batch", "4")
     assert code == 2 and "several models" in err
+
+
+@pytest.mark.parametrize("name", ["smollm2", "qwen3.5-4b"])
+def test_known_name_that_is_not_downloaded_is_to_be_pulled(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(named, "find", lambda name: None)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
+    code, _, complaint = run(capsys, name)
+    assert code == 2
+    assert f"{name} is not downloaded yet; run penstock pull {name} first\n" in complaint

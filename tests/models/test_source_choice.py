@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from penstock.cli import main
 from penstock.errors import ModelError
+from penstock.models.loading import load
 from penstock.models.mlx_lm import MlxLmReader
 from penstock.models.source_choice import choose_source
 from penstock.recall import MODEL_PATH
@@ -115,3 +117,26 @@ def test_drafters_that_do_not_fit_are_refused_by_name(
         shown = capsys.readouterr()
         assert shown.out == "" and shown.err.count("\n") == 1
         assert words in shown.err
+
+
+@pytest.mark.parametrize("function", ["hf_hub_download", "snapshot_download"])
+def test_hub_that_cannot_be_reached_is_named_without_classes(
+    function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The config cannot be fetched, or it was fetched before, and the weights cannot."""
+
+    def unreached(*_: Any, **__: Any) -> None:
+        cause = ConnectionError("[Errno -2] Name or service not known")
+        raise LocalEntryNotFoundError(f"Got: ConnectError: {cause}") from cause
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: None)
+    monkeypatch.setattr("mlx_lm.utils.snapshot_download", unreached)
+    monkeypatch.setattr(f"huggingface_hub.{function}", unreached)
+    with pytest.raises(ModelError) as refused:
+        load("owner/missing")
+    reached, _, remedy = str(refused.value).partition("; ")
+    assert reached.startswith("there is no folder owner/missing, it is not downloaded, and http")
+    assert reached.endswith(" cannot be reached ([Errno -2] Name or service not known)")
+    assert remedy == (
+        "check the network, or use a model that is on this machine: penstock models lists them"
+    )

@@ -13,6 +13,7 @@ from penstock.memory.heads import not_beside_file
 from penstock.memory.model_config import read_config
 from penstock.models import named, recommended
 from penstock.models.head_source import head_folder
+from penstock.models.source import is_hub_name, unknown_model
 
 
 def limit_or_usual(given_bytes: int | None) -> int:
@@ -90,25 +91,26 @@ def find_model(model: str) -> Path:
     path = Path(model).expanduser()
     if path.exists():
         return path
-    if model in named.MODELS:
-        file = named.find(model)
-        if file is None:
-            raise ModelError(f"{model} is not downloaded yet; run penstock pull {model}")
+    file = named.find(model) if model in named.MODELS else None
+    if file is not None:
         return file
-
-    model = recommended.source_of(model)
+    source = recommended.source_of(model)
     # The hub client takes 0.2 s to import, and a folder does not need it. It is installed as a
     # dependency of mlx-lm (via transformers).
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        cached = try_to_load_from_cache(model, "config.json")
+        cached = try_to_load_from_cache(source, "config.json")
     except HFValidationError:
         cached = None
     if isinstance(cached, str):
         return Path(cached).parent
+    if model in named.MODELS or model in recommended.RECOMMENDED:
+        raise ModelError(f"{model} is not downloaded yet; run penstock pull {model} first")
+    if not is_hub_name(model):
+        raise unknown_model(model)
     raise ModelError(
-        f"there is no {model}, and no downloaded model of that name; "
-        "pass a model folder or its config.json"
+        f"there is no folder {model}, and no downloaded model of that name; run penstock pull "
+        f"{model} first, or pass a model folder or its config.json"
     )

@@ -37,6 +37,7 @@ from penstock.models.source import (
     SourceChoice,
     checked_source,
     first_line,
+    not_downloaded,
     read_generation_config,
 )
 from penstock.models.template_renderer import TemplateRefusal, TemplateRenderer
@@ -308,11 +309,8 @@ def _unloadable(source: str, error: BaseException) -> BaseException:
         )
     if Path(source).is_dir():
         return _refusal(f"cannot load {source}", error)
-    if named.is_offline() and isinstance(error, LocalEntryNotFoundError):
-        return ModelError(
-            f"there is no folder {source}, it is not downloaded, and {named.OFFLINE} forbids "
-            f"downloads; run once without --offline: penstock pull {source}"
-        )
+    if isinstance(error, LocalEntryNotFoundError):
+        return not_downloaded(source, error)
     return _refusal(f"there is no folder {source}, and it cannot be fetched", error)
 
 

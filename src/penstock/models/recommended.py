@@ -12,7 +12,14 @@ from pathlib import Path
 
 from penstock.errors import ModelError
 from penstock.models import named
-from penstock.models.source import find_file, first_line, read_object
+from penstock.models.source import (
+    find_file,
+    first_line,
+    is_hub_name,
+    not_reached,
+    read_object,
+    unknown_model,
+)
 
 INDEX = "model.safetensors.index.json"
 PATTERNS = (
@@ -118,11 +125,8 @@ def pull(name: str) -> Path:
     if name in named.MODELS:
         return named.fetch(name)
     source = source_of(name)
-    if source.count("/") != 1 or source[0] in "./~":
-        raise ModelError(
-            f"there is no model {name}; penstock models lists names, and a hub name has the form "
-            f"owner/model"
-        )
+    if not is_hub_name(source):
+        raise unknown_model(name)
     if named.is_offline():
         if (folder := downloaded(source)) is not None:
             return folder
@@ -140,8 +144,7 @@ def pull(name: str) -> Path:
         raise ModelError(f"{constants.ENDPOINT} has no model {source} for this user") from error
     except LocalEntryNotFoundError as error:
         raise ModelError(
-            f"{constants.ENDPOINT} cannot be reached ({first_line(error.__cause__ or error)}); run "
-            f"penstock pull {name} again, which keeps complete files"
+            f"{not_reached(error)}; run penstock pull {name} again, which keeps complete files"
         ) from error
     # A boundary: the hub client, its HTTP client and the disk raise many kinds of errors.
     except Exception as error:

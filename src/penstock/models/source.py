@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from penstock.errors import ModelError
 from penstock.memory.model_config import read_config
+from penstock.models import named
 from penstock.regular_files import check_regular, read_text
 
 logger = logging.getLogger(__name__)
@@ -51,9 +52,21 @@ def checked_source(path_or_name: str | Path) -> str:
         )
     if folder.suffix == ".gguf":
         raise ModelError(f"there is no file {name}")
-    if name.count("/") != 1 or name[0] in "./~":
-        raise ModelError(f"there is no folder {name}; a hub name has the form owner/model")
+    if not is_hub_name(name):
+        raise unknown_model(name)
     return name
+
+
+def is_hub_name(name: str) -> bool:
+    return name.count("/") == 1 and name[0] not in "./~"
+
+
+def unknown_model(name: str) -> ModelError:
+    """Return the error about a name that is neither a path, nor known, nor one of the hub."""
+    return ModelError(
+        f"there is no folder {name}, and no model of that name; penstock models lists names, and a "
+        f"hub name has the form owner/model"
+    )
 
 
 def _check_files(folder: Path) -> None:
@@ -113,6 +126,28 @@ def find_file(source: str | Path, name: str) -> Path | None:
     except HFValidationError:
         return None
     return Path(cached) if isinstance(cached, str) else None
+
+
+def not_downloaded(source: str, error: BaseException) -> ModelError:
+    """Return the error about a hub name whose files are not here, and cannot be fetched now."""
+    absent = f"there is no folder {source}, it is not downloaded, and"
+    if named.is_offline():
+        return ModelError(
+            f"{absent} {named.OFFLINE} forbids downloads; run once without --offline: "
+            f"penstock pull {source}"
+        )
+    return ModelError(
+        f"{absent} {not_reached(error)}; check the network, or use a model that is on this "
+        f"machine: penstock models lists them"
+    )
+
+
+def not_reached(error: BaseException) -> str:
+    """Return a text that the hub cannot be reached, with the cause but no names of classes."""
+    from huggingface_hub import constants  # as in `find_file`
+
+    cause = str(error.__cause__ or "").partition("\n")[0]
+    return f"{constants.ENDPOINT} cannot be reached{f' ({cause})' if cause else ''}"
 
 
 def first_line(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from penstock.memory.reading import has_float8_blocks, has_tensor
 from penstock.models.encoder_types import ENCODER_NOTE, is_encoder
 from penstock.models.mlx_lm import MlxLmReader, ModelReader
 from penstock.models.recommended import pull
-from penstock.models.source import SourceChoice, read_object
+from penstock.models.source import SourceChoice, not_downloaded, read_object
 
 INSTALL = "pip install mlx-vlm"
 TOWERS = ("vision", "visual")
@@ -139,8 +139,15 @@ def _config(source: str) -> dict[str, Any]:
         return config
     # As in `source.find_file`.
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    # A boundary: mlx-lm's loader reports what is wrong with a name.
+    unreached: LocalEntryNotFoundError | None = None
+    # A boundary: mlx-lm's loader reports what else is wrong with a name.
     with suppress(Exception):
-        hf_hub_download(source, "config.json")
+        try:
+            hf_hub_download(source, "config.json")
+        except LocalEntryNotFoundError as error:
+            unreached = error
+    if unreached is not None:
+        raise not_downloaded(source, unreached) from unreached
     return read_object(source, "config.json")
