@@ -61,7 +61,13 @@ def test_sighup_reloads_changeable_settings(tmp_path: Path) -> None:
         wait_until(lambda: "keeping the previous settings" in log.read_text(), SOON)
         assert words(made.url) == 5
         wait_until(lambda: log.read_text().count("request ended") == 3, SOON)
-    messages = [json.loads(line)["message"] for line in log.read_text().splitlines()]
+        refused = httpx.post(f"{made.url}/v1/completions", json={"max_tokens": -2}, timeout=SOON)
+        wait_until(lambda: "error response" in log.read_text(), SOON)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    messages = [line["message"] for line in lines]
+    (line,) = [line for line in lines if line["message"] == "error response"]
+    assert (line["path"], line["status"]) == ("/v1/completions", refused.status_code)
+    assert line["request_id"] == refused.headers["x-request-id"]
     assert "--max-tokens is now 5" in messages
     assert "--memory-limit is now 150MB" in messages
     assert "the change of --max-batch-size takes effect after a restart" in messages

@@ -253,7 +253,7 @@ def test_bad_flags_give_one_line_error(
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        ("nosuch", "there is no folder nosuch; a hub name has the form owner/model"),
+        ("nosuch", "there is no folder nosuch, and no model of that name"),
         ("nosuch.gguf", "there is no file nosuch.gguf"),
         ("empty", "empty is not a model folder: it has no config.json"),
         ("text.gguf", "text.gguf"),

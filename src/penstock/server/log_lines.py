@@ -1,4 +1,4 @@
-"""Log records as JSON lines, and a log record for each ended request."""
+"""Log records as JSON lines, and one for each ended request."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import logging
 from datetime import UTC, datetime
 from typing import Any
 
-from penstock.server.problems import REQUEST_ID
+from penstock.server.problems import REQUEST_ID, REQUESTS
 from penstock.server.recent import Recent
-
-REQUESTS = logging.getLogger("penstock.requests")
 
 
 class JSONLines(logging.Formatter):

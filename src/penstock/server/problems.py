@@ -9,6 +9,7 @@ is never sent: it may quote another client's prompt, or a path on this machine.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
@@ -31,6 +32,8 @@ from penstock.errors import (
 from penstock.plurals import counted
 
 RETRY_SECONDS = 2
+REQUESTS = logging.getLogger("penstock.requests")
+LOGGED_PATH_CHARACTERS = 128
 ANTHROPIC_PATHS = "/v1/messages"
 """Path under which errors have Anthropic's format; others use OpenAI's, or Ollama's."""
 OLLAMA_PATHS = "/api"
@@ -312,6 +315,8 @@ class ErrorResponse(JSONResponse):
 
 def response_for(path: str, error: BaseException) -> JSONResponse:
     problem = problem_of(error)
+    fields = {"path": path[:LOGGED_PATH_CHARACTERS], "status": problem.status, "code": problem.code}
+    REQUESTS.info("error response", extra={"fields": fields})
     return ErrorResponse(body_for(path, problem), problem.status, problem.headers)
 
 
