@@ -22,7 +22,8 @@ def set_up_logs(settings: ServerSettings) -> None:
         request_tracer(settings, "")
     handler = logging.StreamHandler()
     if settings.log_format == "json":
-        from penstock.server.log_lines import REQUESTS, JSONLines
+        from penstock.server.log_lines import JSONLines
+        from penstock.server.problems import REQUESTS
 
         handler.setFormatter(JSONLines())
         REQUESTS.setLevel(logging.INFO)
