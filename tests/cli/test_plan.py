@@ -240,7 +240,7 @@ def test_limit_that_plan_names_fits(
     """The weights are converted to float32 with a larger limit on a CPU."""
     for arguments in ((str(folder), *bits), (str(MODEL_PATH), *bits)):
         code, out, _ = run(capsys, *arguments, "--memory-limit", "1MB", "--json")
-        limit = re.findall("need at least ([^ ]+B), or", json.loads(out)["advice"])[0]
+        limit = re.findall("raise it to at least ([^ ]+B) for", json.loads(out)["advice"])[0]
         assert code == 1
         assert run(capsys, *arguments, "--memory-limit", limit)[0] == 0
         unit = limit[-2:]

@@ -81,10 +81,20 @@ def test_shared_index_needs_mlx_vlm(fields: dict[str, Any], shares: bool, foreig
     if not shares:
         assert choose_source(str(foreign))[0].name == "mlx-lm"
     elif find_spec("mlx_vlm") is None:
-        with pytest.raises(ModelError, match=r"index of another, .* pip install mlx-vlm"):
+        with pytest.raises(
+            ModelError, match=r"another layer's sparse-attention index, .* pip install mlx-vlm"
+        ):
             choose_source(str(foreign))
     else:
         assert choose_source(str(foreign))[0].name == "mlx-vlm"
+
+
+@pytest.mark.parametrize("fields", [{}, {"index_topk_freq": 1}, {"index_topk_freq": "x"}])
+def test_absurd_number_of_layers_costs_nothing(fields: dict[str, Any], foreign: Path) -> None:
+    file = foreign / "config.json"
+    absurd = {"model_type": "glm_moe_dsa", "num_hidden_layers": 10**15, **fields}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **absurd}))
+    assert choose_source(str(foreign))[0].name == "mlx-lm"
 
 
 @without_mlx_vlm

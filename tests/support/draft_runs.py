@@ -8,9 +8,11 @@ from random import Random
 from typing import Any
 
 import mlx.core as mx
+import pytest
 import tiny_families
 
 from penstock.engine.core import Core
+from penstock.engine.model import verification
 from penstock.engine.request import Request, Sampling
 
 MEASURED_TOKENS = 10
@@ -88,3 +90,33 @@ def assert_same(
         )
         logits = model(mx.array([[*request.prompt, *others[:place]]]))[0, -1]
         assert mx.abs(logits[tokens[place]] - logits[others[place]]) < 1e-3, "no tie"
+
+
+def noted_proposals(
+    monkeypatch: pytest.MonkeyPatch, draft_class: type[Any]
+) -> list[tuple[list[int], list[int]]]:
+    """Return a list that gets the tokens of each sequence, and what is proposed to follow them."""
+    proposed: list[tuple[list[int], list[int]]] = []
+    draft = draft_class.draft
+
+    def noted(self: Any, sequences: Any, limits: Any) -> list[list[int]]:
+        drafts: list[list[int]] = draft(self, sequences, limits)
+        proposed.extend((list(s.tokens), d) for s, d in zip(sequences, drafts, strict=True))
+        return drafts
+
+    monkeypatch.setattr(draft_class, "draft", noted)
+    return proposed
+
+
+def changes_if_all_is_accepted(plain: Any, drafting: Any, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Return whether a verifier that accepts every proposal gives other answers."""
+    # Greedy requests alone are verified all at once.
+    requests = [
+        Request(prompt=tuple(range(start, start + 40)), max_tokens=40, ignore_eos=True)
+        for start in range(4)
+    ]
+    with running(plain) as core:
+        expected = answers(core, requests)
+    monkeypatch.setattr(verification, "_accepted", lambda chosen, proposal: list(chosen))
+    with running(drafting, draft_model="mtp") as core:
+        return answers(core, requests) != expected

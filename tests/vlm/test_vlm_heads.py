@@ -8,7 +8,15 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from combinations import SOAK
-from draft_runs import MEASURED_TOKENS, answers, assert_same, drawn, running
+from draft_runs import (
+    MEASURED_TOKENS,
+    answers,
+    assert_same,
+    changes_if_all_is_accepted,
+    drawn,
+    noted_proposals,
+    running,
+)
 from tiny_families import prompt_of
 
 pytest.importorskip("mlx_vlm", reason="needs mlx-vlm: make test-vlm")
@@ -29,10 +37,11 @@ from tiny_image_models import Pair, prompts
 from penstock import memory
 from penstock.attention import devices
 from penstock.engine.draft.head_draft import HeadDraft
-from penstock.engine.model import verification
 from penstock.engine.model.runner import Runner
 from penstock.engine.request import Request
+from penstock.memory.heads import HEADED_BY_SOURCE
 from penstock.models.loading import load, load_all
+from penstock.plugins.vlm.vlm_reader import HEADS
 
 pytestmark = pytest.mark.usefixtures("drafts_pay")
 
@@ -93,15 +102,7 @@ def test_proposals_match_drafter_of_mlx_vlm(
     family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The engine's KV and states give the tokens of mlx-vlm's drafter over the whole text."""
-    proposed: list[tuple[list[int], list[int]]] = []
-    draft = HeadDraft.draft
-
-    def noted(self: HeadDraft, sequences: Any, limits: Any) -> list[list[int]]:
-        drafts = draft(self, sequences, limits)
-        proposed.extend((list(s.tokens), d) for s, d in zip(sequences, drafts, strict=True))
-        return drafts
-
-    monkeypatch.setattr(HeadDraft, "draft", noted)
+    proposed = noted_proposals(monkeypatch, HeadDraft)
     with running(headed_vlm(family), draft_model="mtp") as core:
         for _ in range(2):
             answers(core, drawn(3, 6))
@@ -131,15 +132,9 @@ def test_proposals_match_drafter_of_mlx_vlm(
 
 def test_check_detects_verifier_that_accepts_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    requests = [
-        Request(prompt=tuple(range(start, start + 40)), max_tokens=40, ignore_eos=True)
-        for start in range(4)
-    ]
-    with running(headless_vlm("qwen4_exp")) as core:
-        expected = answers(core, requests)
-    monkeypatch.setattr(verification, "_accepted", lambda chosen, proposal: list(chosen))
-    with running(headed_vlm("qwen4_exp"), draft_model="mtp") as core:
-        assert answers(core, requests) != expected
+    assert changes_if_all_is_accepted(
+        headless_vlm("qwen4_exp"), headed_vlm("qwen4_exp"), monkeypatch
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -184,3 +179,7 @@ def test_head_beside_images_does_not_change_answers(family: str, tmp_path: Path)
         stats = core.view.stats()
         assert stats.failed_proposals == 0
         assert stats.drafted_tokens > 0
+
+
+def test_planned_types_are_those_whose_heads_are_read() -> None:
+    assert HEADED_BY_SOURCE["mlx-vlm"] == HEADS.keys()

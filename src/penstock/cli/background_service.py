@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +22,6 @@ from penstock.cli.service_units import (
     launchd_agent,
     systemd_unit,
 )
-from penstock.config import ServerSettings
 from penstock.errors import SettingError
 
 STOPPED = 3
@@ -88,8 +87,8 @@ def install(
     with serve.make_context("penstock serve", list(words)) as context:
         drain = context.params["drain_timeout"]
     command = [sys.executable, "-m", "penstock", "serve", *words]
-    drain_seconds = ServerSettings().drain_timeout_seconds if drain is None else float(drain)
-    manager = _manager(ServiceRun(command, Path.cwd(), drain_seconds))
+    run = ServiceRun(command, Path.cwd())
+    manager = _manager(run if drain is None else replace(run, drain_seconds=float(drain)))
     if only_print:
         print(manager.content.decode(), end="")
         return
@@ -111,8 +110,8 @@ def install(
             manager.file.write_bytes(replaced)
             _run_all(manager.start, may_fail=True)
         raise SettingError(
-            f"{error}; nothing was installed. It needs a login of this user (on Linux: loginctl "
-            f"enable-linger); penstock service install --print shows the file for other managers"
+            f"{error}; nothing was installed. Log in as this user, or on Linux run loginctl "
+            f"enable-linger; for another service manager see penstock service install --print"
         ) from None
     print(f"installed {manager.file}\nstarted; penstock service logs shows its output")
 

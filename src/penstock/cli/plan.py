@@ -442,8 +442,8 @@ def _needed_bytes(plan: MemoryPlan) -> int:
 def _too_large(excess_bytes: int, enough: str) -> str:
     return (
         f"does not fit: the weights alone exceed --memory-limit by {format_bytes(excess_bytes)}; "
-        f"with caches they need at least {enough}, or use a smaller or more strongly quantized "
-        f"model"
+        f"raise it to at least {enough} for weights and caches, or use a smaller or more strongly "
+        f"quantized model"
     )
 
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.config import ServerSettings
+
 UNIT_NAME = "penstock.service"
 AGENT_LABEL = "mlx.penstock.serve"
 STOP_RESERVE_SECONDS = 60
@@ -26,7 +28,7 @@ class ServiceRun:
     command: Sequence[str]
     folder: Path
     """Folder that relative paths of the command refer to."""
-    drain_seconds: float = 30.0
+    drain_seconds: float = ServerSettings().drain_timeout_seconds
     """Time that open answers get when the service is stopped."""
 
     @property

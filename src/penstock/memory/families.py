@@ -165,28 +165,48 @@ def _latent(c: Config) -> list[LayerSpec]:
     return [layer] * c.layer_count
 
 
-def layers_with_index(config: Mapping[str, object], count: int) -> list[bool]:
-    """Return whether each of `count` layers has an index, or shares that of an earlier one (GLM 5).
+def _index_kinds(config: Mapping[str, object]) -> list[bool] | None:
+    """Return for each listed layer whether it has a sparse-attention index of its own.
 
-    >>> layers_with_index({"indexer_types": ["full", "shared"]}, 2)
-    [True, False]
+    None if the config lists no layers.
     """
     kinds = config.get("indexer_types") or config.get("index_topk_pattern")
-    if isinstance(kinds, str | list):
-        own = [kind not in ("shared", "S") for kind in kinds][:count]
-        return own + [True] * (count - len(own))
-    every, first = config.get("index_topk_freq"), config.get("index_skip_topk_offset", 2)
-    if not isinstance(every, int) or not isinstance(first, int):
-        every, first = 1, 0
-    return [max(i - first + 1, 0) % max(every, 1) == 0 for i in range(count)]
+    if not isinstance(kinds, str | list):
+        return None
+    return [kind not in ("shared", "S") for kind in kinds]
+
+
+def _index_period(config: Mapping[str, object]) -> int:
+    """Return how many layers share an index; 1 if each has its own."""
+    period = config.get("index_topk_freq")
+    return max(period, 1) if isinstance(period, int) else 1
+
+
+def shares_index(config: Mapping[str, object]) -> bool:
+    """Return whether some layers reuse the sparse-attention index of an earlier one (GLM 5.2).
+
+    >>> shares_index({"indexer_types": ["full", "shared"]}), shares_index({"index_topk_freq": 1})
+    (True, False)
+    """
+    kinds = _index_kinds(config)
+    return _index_period(config) > 1 if kinds is None else not all(kinds)
+
+
+def _layers_with_index(c: Config) -> list[bool]:
+    """Return for each layer whether it has a sparse-attention index of its own."""
+    kinds, count = _index_kinds(c.values), c.layer_count
+    if kinds is not None:
+        return kinds[:count] + [True] * (count - len(kinds))
+    period, first = _index_period(c.values), c.integer("index_skip_topk_offset", default=2)
+    return [max(i - first + 1, 0) % period == 0 for i in range(count)]
 
 
 def _indexed_latent(c: Config) -> list[LayerSpec]:
-    """DeepSeek V3.2 and GLM 5: latents, and index keys, which mlx-lm's cache holds twice.
+    """DeepSeek V3.2 and GLM 5: latents and index keys.
 
-    Layers that share an index are mlx-vlm's, whose cache holds them once.
+    mlx-lm's cache stores the index keys twice; mlx-vlm's, used if layers share an index, once.
     """
-    index, indexed = c.positive("index_head_dim"), layers_with_index(c.values, c.layer_count)
+    index, indexed = c.positive("index_head_dim"), _layers_with_index(c)
     latent, rope = c.positive("kv_lora_rank"), c.positive("qk_rope_head_dim")
     whole = LayerSpec("full", 1, latent + index, rope + (index if all(indexed) else 0))
     return [whole if own else LayerSpec("full", 1, latent, rope) for own in indexed]
@@ -200,7 +220,7 @@ def _unfolded_latent(c: Config) -> list[LayerSpec]:
 
 
 def _linear_attention(c: Config) -> LayerSpec:
-    """Return Qwen's linear attention: convolution state, and a matrix a value head in float32."""
+    """State of Qwen's linear attention: convolution inputs, a float32 matrix per value head."""
     key_dim, value_dim = c.positive("linear_key_head_dim"), c.positive("linear_value_head_dim")
     values = c.positive("linear_num_value_heads") * value_dim
     channels = 2 * c.positive("linear_num_key_heads") * key_dim + values
@@ -214,9 +234,9 @@ def _gated_delta(c: Config) -> list[LayerSpec]:
 
 
 def _qwen4(c: Config) -> list[LayerSpec]:
-    """Qwen4: as Qwen3.5, with index keys where a layer attends, and n-gram embeddings elsewhere.
+    """Qwen4: Qwen3.5 with index keys in attention layers, and n-gram embeddings in a few others.
 
-    A layer with those keeps the last inputs of a convolution, and an n-gram's tokens but the last.
+    An n-gram layer also keeps the last inputs of its convolution, and the last n - 1 tokens.
     """
     keys = c.kv_heads * c.head_dim
     full = LayerSpec("full", 1, keys + c.positive("indexer_head_dim"), keys)

@@ -202,13 +202,11 @@ def _headed(source: str, choice: SourceChoice, reader: ModelReader, mtp: str | P
     """Return the reader of a folder with a head or a drafter; ModelError if none is read."""
     model_type = read_object(source, "config.json").get("model_type")
     head = head_folder(mtp, Path(source))
-    drafter = state_drafter(head)
-    if choice.name != "mlx-lm" and (
-        drafter is not None or model_type not in HEADED_BY_SOURCE[choice.name]
-    ):
+    drafter, is_known = state_drafter(head), model_type in HEADED_BY_SOURCE[choice.name]
+    if choice.name != "mlx-lm" and (drafter is not None or not is_known):
+        part = f"multi-token heads of {model_type}" if drafter is None else "DFlash and EAGLE-3"
         raise ModelError(
-            f"{source}: the multi-token heads (mtp) of this model type and drafters (DFlash, "
-            f"EAGLE-3) are read beside mlx-lm's classes alone; add --model-source mlx-lm"
+            f"{source}: {part} work only with mlx-lm's classes; add --model-source mlx-lm"
         )
     if drafter is not None:
         if not has_head(head):
@@ -216,7 +214,6 @@ def _headed(source: str, choice: SourceChoice, reader: ModelReader, mtp: str | P
         return drafted_reader(head, drafter)
     is_split = is_split_for(head, model_type)
     is_own = head.is_dir() and head.samefile(source)
-    is_known = model_type in HEADED_BY_SOURCE[choice.name]
     if not is_known or not (is_split or is_own) or not has_head(head):
         raise no_head(head)
     return reader.headed(head)

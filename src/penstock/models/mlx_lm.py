@@ -214,10 +214,10 @@ class ChangedReader(MlxLmReader):
 
 
 def head_cache(kv: Any) -> Any:
-    """Return mlx-lm's cache of a multi-token head: its keys and values, and one state.
+    """Return mlx-lm's cache of a multi-token head: `kv`, and a cache of its hidden state.
 
     Args:
-        kv: cache of the keys and values, or a list of caches.
+        kv: cache of the head's keys and values; with an index, a list of this and the index keys'.
     """
     caches = mlx_lm.models.cache
     return caches.CacheList(kv, caches.ArraysCache(1))
@@ -382,7 +382,7 @@ def load_written(
 def completed_tokenizer(
     folder: Path, complete: Callable[[Any], None], end_tokens: Any
 ) -> TokenizerWrapper:
-    """Load the tokenizer of a folder whose files lack a part.
+    """Load a tokenizer from a folder whose files lack a part, such as the merges, and complete it.
 
     Args:
         complete: function that adds the part to a `tokenizers.Tokenizer`.
@@ -390,7 +390,7 @@ def completed_tokenizer(
     """
     tokenizer = mlx_lm.utils.load_tokenizer(folder, SAFELY, eos_token_ids=end_tokens)
     complete(tokenizer._tokenizer.backend_tokenizer)
-    # Again, for the tokens of markers of thoughts and calls.
+    # Thinking and tool-call markers are tokenized by the wrapper, which needs the whole tokenizer.
     return TokenizerWrapper(
         tokenizer._tokenizer,
         lambda _: tokenizer._detokenizer,

@@ -120,7 +120,7 @@ def with_head(
         def make_cache(self) -> list[Any]:
             caches = caches_of(self, super(), make_kv)
             is_indexed = text_model(self).args.model_type in _INDEXED_TYPES
-            # A further cache of the last layer's kind, which is not used as such.
+            # A cache like the last layer's, for the head's own keys, values and index keys.
             kv = caches_of(self, super(), make_kv)[-1] if is_indexed else make_kv()
             return [*caches, make_cache(kv)]
 

@@ -10,7 +10,7 @@ from typing import Any
 from penstock.config import ModelSource
 from penstock.errors import ModelError
 from penstock.extensions import extension
-from penstock.memory.families import layers_with_index
+from penstock.memory.families import shares_index
 from penstock.memory.heads import drafter_spec
 from penstock.memory.reading import has_float8_blocks, has_tensor
 from penstock.models.encoder_types import ENCODER_NOTE, is_encoder
@@ -55,11 +55,14 @@ def choose_source(source: str, asked: ModelSource = "auto") -> tuple[SourceChoic
         return SourceChoice("mlx-vlm", "--model-source"), mlx_vlm
     if not isinstance(model_type, str):
         return SourceChoice("mlx-lm", "no model type is known"), mlx_lm
-    if mlx_lm.knows(model_type) and _shares_index(source):
-        mlx_vlm, lacks = _mlx_vlm(), "some of its layers select tokens by the index of another"
+    if mlx_lm.knows(model_type) and shares_index(_config(source)):
+        mlx_vlm, lacks = _mlx_vlm(), "some layers reuse another layer's sparse-attention index"
         if mlx_vlm is None or not mlx_vlm.knows(model_type):
-            raise ModelError(f"{source}: {lacks}, which {mlx_lm.release} does not read: {INSTALL}")
-        return SourceChoice("mlx-vlm", f"{lacks}, which mlx-lm does not read"), mlx_vlm
+            raise ModelError(
+                f"{source}: {lacks}, which {mlx_lm.release} does not support; mlx-vlm does: "
+                f"{INSTALL}"
+            )
+        return SourceChoice("mlx-vlm", f"{lacks}, which mlx-lm does not support"), mlx_vlm
     if mlx_lm.knows(model_type):
         images = _image_reader(source)
         if images is not None:
@@ -81,12 +84,6 @@ def choose_source(source: str, asked: ModelSource = "auto") -> tuple[SourceChoic
     if not mlx_vlm.knows(model_type):
         raise ModelError(f"{source}: {lacks}, and {mlx_vlm.release} has none either")
     return SourceChoice("mlx-vlm", lacks), mlx_vlm
-
-
-def _shares_index(source: str) -> bool:
-    config = _config(source)
-    layers = config.get("num_hidden_layers")
-    return isinstance(layers, int) and not all(layers_with_index(config, layers))
 
 
 def refuse_drafter(source: str) -> None:

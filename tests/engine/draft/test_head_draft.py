@@ -11,11 +11,18 @@ import pytest
 import tiny_families
 from combinations import SOAK
 from core_parts import evict_all
-from draft_runs import MEASURED_TOKENS, answers, assert_same, drawn, running
+from draft_runs import (
+    MEASURED_TOKENS,
+    answers,
+    assert_same,
+    changes_if_all_is_accepted,
+    drawn,
+    noted_proposals,
+    running,
+)
 from headed_models import FAMILIES, headed, headless, right_headed, write_published
 
 from penstock.engine.draft.head_draft import HeadDraft
-from penstock.engine.model import verification
 from penstock.engine.model.constraint import json_schema_grammar
 from penstock.engine.model.model_probe import weight_bytes
 from penstock.engine.model.step_costs import StepCosts
@@ -79,15 +86,7 @@ def test_proposals_match_head_on_mlx_lm_caches(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine's KV and states of the head are those of one pass over the whole text."""
-    proposed: list[tuple[list[int], list[int]]] = []
-    draft = HeadDraft.draft
-
-    def noted(self: HeadDraft, sequences: Any, limits: Any) -> list[list[int]]:
-        drafts = draft(self, sequences, limits)
-        proposed.extend((list(s.tokens), d) for s, d in zip(sequences, drafts, strict=True))
-        return drafts
-
-    monkeypatch.setattr(HeadDraft, "draft", noted)
+    proposed = noted_proposals(monkeypatch, HeadDraft)
     model = headed(family)
     with running(model, draft_model="mtp") as core:
         for _ in range(2):
@@ -110,16 +109,7 @@ def test_proposals_match_head_on_mlx_lm_caches(
 
 def test_check_detects_verifier_that_accepts_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    # Greedy requests alone are verified all at once.
-    requests = [
-        Request(prompt=tuple(range(start, start + 40)), max_tokens=40, ignore_eos=True)
-        for start in range(4)
-    ]
-    with running(headless("qwen3_5")) as core:
-        expected = answers(core, requests)
-    monkeypatch.setattr(verification, "_accepted", lambda chosen, proposal: list(chosen))
-    with running(headed("qwen3_5"), draft_model="mtp") as core:
-        assert answers(core, requests) != expected
+    assert changes_if_all_is_accepted(headless("qwen3_5"), headed("qwen3_5"), monkeypatch)
 
 
 def test_grammar_holds_with_head(tmp_path: Path) -> None:

@@ -10,7 +10,15 @@ import pytest
 import tiny_families
 from combinations import SOAK
 from core_parts import evict_all
-from draft_runs import MEASURED_TOKENS, answers, assert_same, drawn, running
+from draft_runs import (
+    MEASURED_TOKENS,
+    answers,
+    assert_same,
+    changes_if_all_is_accepted,
+    drawn,
+    noted_proposals,
+    running,
+)
 from drafted_models import (
     CONFIGS,
     FAMILIES,
@@ -26,7 +34,6 @@ from drafted_models import (
 
 from penstock.engine.draft.block_draft import BlockDraft
 from penstock.engine.draft.head_draft import HeadDraft
-from penstock.engine.model import verification
 from penstock.engine.model.constraint import json_schema_grammar
 from penstock.engine.model.model_probe import weight_bytes
 from penstock.engine.model.step_costs import StepCosts
@@ -97,16 +104,7 @@ def test_proposals_match_drafter_on_mlx_lm_caches(
     family: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine's KV of the drafter is that of one pass over the whole text."""
-    proposed: list[tuple[list[int], list[int]]] = []
-    draft_class = {"block": BlockDraft, "eagle": HeadDraft}[kind]
-    draft = draft_class.draft
-
-    def noted(self: Any, sequences: Any, limits: Any) -> list[list[int]]:
-        drafts = draft(self, sequences, limits)
-        proposed.extend((list(s.tokens), d) for s, d in zip(sequences, drafts, strict=True))
-        return drafts
-
-    monkeypatch.setattr(draft_class, "draft", noted)
+    proposed = noted_proposals(monkeypatch, {"block": BlockDraft, "eagle": HeadDraft}[kind])
     model = drafted(family, kind)
     with running(model, draft_model="mtp", speculative_tokens=6) as core:
         for _ in range(2):
@@ -122,16 +120,7 @@ def test_check_detects_verifier_that_accepts_everything(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control."""
-    # Greedy requests alone are verified all at once.
-    requests = [
-        Request(prompt=tuple(range(start, start + 40)), max_tokens=40, ignore_eos=True)
-        for start in range(4)
-    ]
-    with running(undrafted("qwen3", kind)) as core:
-        expected = answers(core, requests)
-    monkeypatch.setattr(verification, "_accepted", lambda chosen, proposal: list(chosen))
-    with running(drafted("qwen3", kind), draft_model="mtp") as core:
-        assert answers(core, requests) != expected
+    assert changes_if_all_is_accepted(undrafted("qwen3", kind), drafted("qwen3", kind), monkeypatch)
 
 
 @pytest.mark.parametrize("bits", [None, 4])

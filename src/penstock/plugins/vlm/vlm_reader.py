@@ -83,8 +83,8 @@ class TextModel(nn.Module):
 
 
 Forward: TypeAlias = Callable[[Any, mx.array, mx.array, mx.array, Any], tuple[mx.array, mx.array]]
-"""Function of a head, embedded tokens, the hidden states before them, the tokens, and the cache of
-the head's keys and values. It returns hidden states for logits, and for the next call."""
+"""(head, token embeddings, hidden states one position earlier, tokens, cache of the head's keys and
+values) -> (hidden states for logits, hidden states for the next call)."""
 
 
 def _forward_normed(
