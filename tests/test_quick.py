@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import quick
 
+from penstock.blas import load_blas
+
 TESTS = Path(__file__).parent
 CPUS = runpy.run_path(str(TESTS.parent / "tools" / "cpus.py"))
 
@@ -80,6 +82,14 @@ def test_longest_tests_run_only_if_single_in_file() -> None:
 )
 def test_only_executable_cpu_types_are_tried(flags: str, cores: list[str]) -> None:
     assert CPUS["executable"](flags.split()) == cores
+
+
+@pytest.mark.skipif("/libopenblas" not in load_blas().name, reason="OpenBLAS is not loaded")
+def test_only_cpu_types_that_openblas_was_built_with_are_tried() -> None:
+    """Builds differ: OpenBLAS takes other kernels in place of those that it lacks."""
+    assert CPUS["built_in"](["", "unbuilt"]) == [""]
+    used = CPUS["in_use"]("")
+    assert CPUS["built_in"]([used, "unbuilt"]) == [used]
 
 
 def test_ci_draws_every_core_type_with_one_and_two_threads() -> None:

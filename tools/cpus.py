@@ -3,8 +3,8 @@
     python tools/cpus.py tests/kv               every core type and number of threads: a table
     python tools/cpus.py --draw 17 tests/kv     one of them, drawn by a seed
 
-Only core types that this CPU can execute are taken, and where OPENBLAS_CORETYPE is set already,
-that one alone: the machine's other kernels may be wrong.
+Only core types that this CPU can execute and OpenBLAS was built with are taken, and where
+OPENBLAS_CORETYPE is set already, that one alone: the machine's other kernels may be wrong.
 """
 
 from __future__ import annotations
@@ -79,6 +79,11 @@ def in_use(core: str) -> str:
     return asked.stdout.strip()
 
 
+def built_in(cores: Iterable[str]) -> list[str]:
+    """Return the core types that OpenBLAS was built with; another is taken in place of the rest."""
+    return [core for core in cores if not core or in_use(core) == core]
+
+
 def main() -> None:
     """Run pytest with every core type and number of threads; exit with 1 if one run fails."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
@@ -86,7 +91,7 @@ def main() -> None:
     parser.add_argument("--cores", nargs="*", help="these core types alone; '' is the CPU's own")
     chosen, pytest = parser.parse_known_args()
     named = os.environ.get("OPENBLAS_CORETYPE")
-    cores = chosen.cores or ([named] if named else executable(flags()))
+    cores = chosen.cores or ([named] if named else built_in(executable(flags())))
     runs = [(threads, core) for core in cores for threads in THREADS]
     if chosen.draw is not None:
         runs = [draw(chosen.draw, cores)]
