@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -317,3 +317,28 @@ def test_write_after_cut_is_in_place() -> None:
     segment = tails.cut(1, 8)
     assert peak_above(lambda: write_wide(tails, column=0, together=False)) <= 2 * WIDE_TOKEN
     assert segment.tokens == 8
+
+
+def test_derived_values_are_computed_again_after_each_change() -> None:
+    """Addresses of buffers are cached, which every write may move."""
+    tails = made()
+    computed: list[int] = []
+
+    def address(of: Tails) -> int:
+        computed.append(int(np.asarray(of.layer(0)[0]).__array_interface__["data"][0]))
+        return computed[-1]
+
+    assert tails.derived(address) == tails.derived(address) and len(computed) == 1
+    keys, values = token(0, 1)
+    changes: list[Callable[[], object]] = [
+        lambda: tails.write(0, mx.array([1]), mx.array([2]), keys, values),
+        lambda: tails.write_block(0, 0, 1, keys, values),
+        lambda: tails.wipe(1),
+        lambda: tails.renew(),
+    ]
+    for count, change in enumerate(changes, start=2):
+        change()
+        mx.eval(tails.buffers())
+        assert tails.derived(address) == computed[-1] and len(computed) == count
+        now = int(np.asarray(tails.layer(0)[0]).__array_interface__["data"][0])
+        assert tails.derived(address) == now

@@ -8,8 +8,9 @@ long slots, as a library class.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
@@ -18,6 +19,7 @@ from penstock.kv import columns as col
 from penstock.kv.code_pieces import PIECE_TOKENS
 from penstock.kv.segment import Segment
 
+_Value = TypeVar("_Value")
 PIECE_BUFFERS = 10
 """Number of float32 arrays alive at once while a piece of one side is encoded; 8 were measured."""
 
@@ -72,6 +74,17 @@ class Tails:
     def drop(self) -> None:
         self._keys: list[mx.array] = []
         self._values: list[mx.array] = []
+        self._derived: dict[object, Any] = {}
+
+    def derived(self, compute: Callable[[Tails], _Value]) -> _Value:
+        """Return `compute(self)`, cached until a buffer may have another address.
+
+        The value must not contain the buffers, whose writes would then be copies.
+        """
+        if compute not in self._derived:
+            self._derived[compute] = compute(self)
+        value: _Value = self._derived[compute]
+        return value
 
     def ready(self) -> None:
         if not self._keys:
@@ -109,6 +122,7 @@ class Tails:
 
     def wipe(self, slot: int) -> None:
         """Zero a slot after non-finite values, which masks do not hide: 0 x infinity is NaN."""
+        self._derived.clear()
         for buffers in (self._keys, self._values):
             for layer in range(len(buffers)):  # a second reference would prevent writing in place
                 shape, dtype = buffers[layer].shape, buffers[layer].dtype
@@ -139,6 +153,7 @@ class Tails:
         self, layer: int, slots: mx.array, columns: mx.array, keys: mx.array, values: mx.array
     ) -> None:
         """Write row i of keys and values, (b, kv_heads, n, dim), at (slots[i], columns[i])."""
+        self._derived.clear()
         places = columns[:, None] + mx.arange(keys.shape[2])
         for buffers, new in ((self._keys, keys), (self._values, values)):
             buffer = buffers[layer]
@@ -148,6 +163,7 @@ class Tails:
         self, layer: int, slot: int, column: int, keys: mx.array, values: mx.array
     ) -> None:
         """Write rows (b, kv_heads, n, dim) to adjacent slots at the same column; fast `write`."""
+        self._derived.clear()
         self._keys[layer] = _written(self._keys[layer], slot, column, keys)
         self._values[layer] = _written(self._values[layer], slot, column, values)
 

@@ -21,6 +21,7 @@ from penstock.attention.span_attention import AttentionWindow
 from penstock.kv.columns import Side
 from penstock.kv.numpy_arrays import Floats, Integers
 from penstock.kv.segment import KVSpan, Segment
+from penstock.kv.tails import Tails
 from penstock.plugins.cpu.choice_jobs import CHOICE_WORDS, ChoiceTable, choice_job, query_factor
 from penstock.plugins.cpu.choice_loops import bytes_of, side_addresses
 from penstock.plugins.cpu.compiled_jobs import team
@@ -183,9 +184,19 @@ def step_plan(
 
     None if the layer is not read in order; no choice if all tokens are read.
     """
-    nbytes = 0 if step.has_apart(layer) else bytes_of(step.tails.layer(layer))
+    nbytes = 0 if step.has_apart(layer) else step.tails.derived(tail_number_bytes)[layer]
     if not nbytes:
         return None
+    key = step_plan, window, nbytes, layer in step.selection.layers
+    if key not in step.kernel_plans:  # the same for most layers
+        step.kernel_plans[key] = _step_plan(step, layer, window, nbytes)
+    planned: tuple[OrderedReads, StepChoice | None] | None = step.kernel_plans[key]
+    return planned
+
+
+def _step_plan(
+    step: DecodeStep, layer: int, window: AttentionWindow, nbytes: int
+) -> tuple[OrderedReads, StepChoice | None] | None:
     if step_plan not in step.kernel_plans:
         rows = [(row.parts, row.position, row.tail) for row in step.rows]
         step.kernel_plans[step_plan] = _plan(rows, step.width, nbytes)
@@ -217,13 +228,23 @@ def _within(plan: OrderedReads | None, window: AttentionWindow) -> OrderedReads 
     return replace(plan, window=window)
 
 
-def tail_addresses(step: DecodeStep, layer: int) -> list[list[int]]:
-    """Return the layout of the buffers of all tails' keys and values, (2, 4).
+def tail_addresses(tails: Tails) -> Integers:
+    """Return the layout of the buffers of all layers' keys and values, (layers, 2, 4).
 
-    A row is the address, and the bytes between slots, between heads, and between tokens.
+    A row is the address, and the bytes between slots, between heads, and between tokens; zeros in
+    layers whose dtype the loops cannot read.
     """
-    sides = _tails(step, layer)
-    return [[side.__array_interface__["data"][0], *side.strides[:3]] for side in sides]
+    layout = np.zeros((len(tails.shapes), 2, 4), np.int64)
+    for layer, nbytes in enumerate(tails.derived(tail_number_bytes)):
+        for side, buffer in enumerate(tails.layer(layer) if nbytes else ()):
+            array = np.asarray(buffer)
+            layout[layer, side] = array.__array_interface__["data"][0], *array.strides[:3]
+    return layout
+
+
+def tail_number_bytes(tails: Tails) -> list[int]:
+    """Return the bytes of an element of each layer's keys and values; see `bytes_of`."""
+    return [bytes_of(tails.layer(layer)) for layer in range(len(tails.shapes))]
 
 
 def _tails(step: DecodeStep, layer: int) -> list[Floats]:
@@ -267,23 +288,22 @@ def _plan(
         width: number of new tokens per row.
         nbytes: bytes of an element of the keys and values.
     """
-    spans: list[Integers] = []
-    firsts: list[int] = [0]
-    positions: list[int] = []
     layers = max((len(part.segment.layers) for parts, *_ in rows for part in parts), default=1)
+    spans = np.zeros((layers, sum(len(parts) + 1 for parts, *_ in rows), 6), np.int64)
+    number, firsts, positions = 0, [0], list[int]()
     for parts, position, tail in rows:
         for part in parts:
-            if part.segment.missing:
+            segment = part.segment
+            if segment.missing or segment.derived(_number_bytes) != nbytes:
                 return None
-            sides = part.segment.derived(plain_addresses)
-            if (sides[:, NUMBER_BYTES] != nbytes).any():
-                return None
-            counted = np.tile([part.columns, part.start], (layers, 1))
-            spans.append(np.concatenate([sides[:, :NUMBER_BYTES], counted], axis=1))
-        spans.append(np.tile([0, 0, 0, 0, tail + width, position - tail], (layers, 1)))
-        firsts.append(len(spans))
+            spans[:, number, :4] = segment.derived(plain_addresses)[:, :NUMBER_BYTES]
+            spans[:, number, 4:] = part.columns, part.start
+            number += 1
+        spans[:, number, 4:] = tail + width, position - tail
+        number += 1
+        firsts.append(number)
         positions += range(position, position + width)
-    return OrderedReads(np.stack(spans, axis=1), np.array(firsts), positions, AttentionWindow())
+    return OrderedReads(spans, np.array(firsts), positions, AttentionWindow())
 
 
 def plain_addresses(segment: Segment) -> Integers:
@@ -294,6 +314,12 @@ def plain_addresses(segment: Segment) -> Integers:
     segment exists.
     """
     return np.array([_plain_layer(*layer) for layer in segment.layers], np.int64).reshape(-1, 5)
+
+
+def _number_bytes(segment: Segment) -> int:
+    """Return the bytes per element of all layers; 0 if they differ or are not readable."""
+    sizes = set(segment.derived(plain_addresses)[:, NUMBER_BYTES].tolist())
+    return sizes.pop() if len(sizes) == 1 else 0
 
 
 def _plain_layer(keys: Side, values: Side) -> list[int]:

@@ -415,10 +415,11 @@ def _planned(
 
 def _tail_buffers(part: Sequence[_LayerReads]) -> _NewTokens:
     """Return the addresses of the tails of a decode step."""
-    decoding = [of.reads for of in part if isinstance(of.reads, DecodeReads)]
-    steps = [(reads.step, reads.layer) for reads in decoding]
-    tails = np.array([tail_addresses(step, layer) for step, layer in steps])
-    slots, columns = np.array([(row.slot, row.tail) for row in steps[0][0].rows]).T
+    reads = part[0].reads
+    assert isinstance(reads, DecodeReads)
+    layers = [of_layer.reads.layer for of_layer in part]
+    tails = reads.step.tails.derived(tail_addresses)[layers]
+    slots, columns = np.array([(row.slot, row.tail) for row in reads.step.rows]).T
     firsts = tails[:, None, :, 0] + slots[:, None] * tails[:, None, :, 1]
     return _NewTokens(firsts, tails[:, None, :, 2], tails[:, None, :, 3], columns)
 
