@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from random import Random
@@ -24,7 +24,7 @@ from penstock.engine.request import Request
 from penstock.models.loading import load
 from penstock.models.mlx_lm import encode
 from penstock_bench.engine_sides import MEMORY_SHARE, RIVAL
-from penstock_bench.models import LlamaShape, ModelChoice, bench_model
+from penstock_bench.models import LlamaShape, ModelChoice, bench_model, packed_model
 from penstock_bench.report import Line, Report
 from penstock_bench.rivals import (
     Batched,
@@ -58,6 +58,8 @@ class SpeculateLoad:
     proposed: int = 16
     """Maximum proposed tokens per step."""
     draft_proposed: int = 4
+    packed: bool = False
+    """Whether penstock multiplies by the weights' codes; the other sides' weights are float32."""
     file: int = 1_500
     """Tokens of the text in the prompt that the answer repeats."""
     answer: int = 384
@@ -294,17 +296,36 @@ class Measured:
         return {side: self.ratio(ON, side) for side in self.seconds if side != ON}
 
 
+@dataclass(frozen=True, slots=True)
+class ScriptedModels:
+    """Models of all sides, and the script that they follow."""
+
+    ours: Any
+    """Penstock's model."""
+    rival: Any
+    """Model of mlx-lm; the same one unless penstock's is packed."""
+    draft: Any
+    """Draft model."""
+    tokenizer: Any
+    script: Script
+    draw: Callable[[int, int], Sequence[int]]
+    """Source of text, by seed and length."""
+    name: str
+
+
 @contextmanager
-def scripted_models(load_of: SpeculateLoad) -> Iterator[tuple[Any, Any, Any, Script, Any, str]]:
-    """Yield model, tokenizer, draft model, their script, text source, and the model's name."""
+def scripted_models(load_of: SpeculateLoad) -> Iterator[ScriptedModels]:
+    """Load the models of all sides, which follow one script."""
     if load_of.model in ("random", "embedded"):
         chosen = bench_model(ModelChoice(load_of.model), load_of.llama)
         model, tokenizer, name = chosen.model, chosen.tokenizer, chosen.name
         draw: Callable[[int, int], Sequence[int]] = chosen.draw
+        ours = packed_model(load_of.llama).model if load_of.packed else model
     else:
         with real_folder(load_of.model) as served:
             model, tokenizer = load(served.path)
             name, draw = served.name, _text_of(tokenizer, words_of(served.path, ()))
+        ours = load(load_of.model, weights_dtype="packed")[0] if load_of.packed else model
     script, heads = Script(), load_of.llama.kv_heads
     draft = random_llama(
         layers=max(1, load_of.llama.layers // 8),
@@ -315,8 +336,10 @@ def scripted_models(load_of: SpeculateLoad) -> Iterator[tuple[Any, Any, Any, Scr
         head_dim=load_of.llama.head_dim,
         vocabulary_size=int(model.args.vocab_size),
     )
-    with scripted(model, script), scripted(draft, script):
-        yield model, tokenizer, draft, script, draw, name
+    with ExitStack() as following:
+        for follower in {id(one): one for one in (model, ours, draft)}.values():
+            following.enter_context(scripted(follower, script))
+        yield ScriptedModels(ours, model, draft, tokenizer, script, draw, name)
 
 
 def _text_of(tokenizer: Any, words: Any) -> Callable[[int, int], Sequence[int]]:
@@ -339,31 +362,24 @@ def _text_of(tokenizer: Any, words: Any) -> Callable[[int, int], Sequence[int]]:
 
 def measure(load_of: SpeculateLoad) -> Report:
     """Run every task on all sides in turn."""
-    with scripted_models(load_of) as (model, tokenizer, draft, script, draw, name):
-        size = int(model.args.vocab_size)
+    with scripted_models(load_of) as models:
+        size = int(models.rival.args.vocab_size)
         measured = [
-            _measure_one(load_of, task, model, tokenizer, draft, script)
-            for task in tasks(load_of, draw, size)
+            _measure_one(load_of, task, models) for task in tasks(load_of, models.draw, size)
         ]
-        weights: Any = tree_flatten(model.parameters())
-        described = {"name": name, "parameters": sum(array.size for _, array in weights)}
-        dtype = str(weights[0][1].dtype).rpartition(".")[2]
+        weights: Any = tree_flatten(models.rival.parameters())
+        described = {"name": models.name, "parameters": sum(array.size for _, array in weights)}
+        dtype = "packed" if load_of.packed else str(weights[0][1].dtype).rpartition(".")[2]
     return report(load_of, measured, described, dtype)
 
 
-def _measure_one(
-    load_of: SpeculateLoad,
-    task: ScriptedTask,
-    model: Any,
-    tokenizer: Any,
-    draft: Any,
-    script: Script,
-) -> Measured:
+def _measure_one(load_of: SpeculateLoad, task: ScriptedTask, models: ScriptedModels) -> Measured:
+    script = models.script
     proposals: dict[str, int] = {}
 
     def ours(proposed: int, of: Any = None) -> float:
         script.set(None)  # the engine tries the models
-        side = OurSide(model, tokenizer, proposed, task.batch, of)
+        side = OurSide(models.ours, models.tokenizer, proposed, task.batch, of)
         try:
             script.set(task.text)
             seconds = side.run(task)
@@ -379,12 +395,14 @@ def _measure_one(
         OFF: lambda: ours(0),
     }
     if task.batch > 1:
-        sides[RIVAL] = lambda: rival_batch_seconds(model, task)
+        sides[RIVAL] = lambda: rival_batch_seconds(models.rival, task)
     else:
-        sides[RIVAL] = lambda: rival_seconds(model, task)
-        sides[DRAFT] = lambda: rival_seconds(model, task, draft, load_of.draft_proposed)
+        sides[RIVAL] = lambda: rival_seconds(models.rival, task)
+        sides[DRAFT] = lambda: rival_seconds(
+            models.rival, task, models.draft, load_of.draft_proposed
+        )
         if not task.repeats:
-            sides[DRAFTED] = lambda: ours(load_of.draft_proposed, draft)
+            sides[DRAFTED] = lambda: ours(load_of.draft_proposed, models.draft)
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     began, share = time.perf_counter(), load_of.budget_seconds / TASKS
     for turn in range(load_of.rounds):

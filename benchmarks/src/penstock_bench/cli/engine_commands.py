@@ -267,6 +267,12 @@ def speculate(
             help="Maximum number of proposed tokens per step.", metavar="TOKENS", min=1, max=16
         ),
     ] = 16,
+    packed: Annotated[
+        bool,
+        typer.Option(
+            "--packed", help="Multiply by the weights' codes; the others' weights are float32."
+        ),
+    ] = False,
     rounds: Rounds = 5,
     as_json: options.Json = False,
     save: Save = None,
@@ -280,7 +286,7 @@ def speculate(
     """
     from penstock_bench.speculate import SpeculateLoad, measure
 
-    report = measure(SpeculateLoad(model, proposed=tokens, rounds=rounds).for_real())
+    report = measure(SpeculateLoad(model, proposed=tokens, packed=packed, rounds=rounds).for_real())
     finish(report, as_json=as_json, save=save)
 
 
