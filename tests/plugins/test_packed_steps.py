@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -66,11 +68,17 @@ def drawn(seed: int, *shape: int) -> mx.array:
 
 
 def step_of(
-    model: Any, width: int, rows: list[int], dtype: mx.Dtype = mx.float32, odd: int | None = None
+    model: Any,
+    width: int,
+    rows: list[int],
+    dtype: mx.Dtype = mx.float32,
+    odd: int | None = None,
+    gone: Mapping[int, int] = MappingProxyType({}),
 ) -> DecodeStep:
     """Return a step of rows behind random keys and values, the same ones for each call.
 
-    Those of the layer `odd` are bfloat16, which is not read in order.
+    Those of the layer `odd` are bfloat16, which is not read in order. Layers lack those of the
+    first `gone[layer]` tokens.
     """
     attention = model.layers[0].self_attn
     dim = model.layers[0].parts.dims[0]
@@ -93,7 +101,9 @@ def step_of(
                 tuple(mx.contiguous(side[:, :, start:cut]) for side in both) for both in sides
             )
             mx.eval(layers)
-            parts.append(KVSpan(Segment(layers), start, cut - start))  # type: ignore[arg-type]
+            thinned = {layer: min(cut, count) - start for layer, count in gone.items()}
+            segment = Segment(layers).thinned(thinned)  # type: ignore[arg-type]
+            parts.append(KVSpan(segment, start, cut - start))
             start = cut
         for layer, both in enumerate(sides):
             tails.write_block(layer, slot, 0, *(side[:, :, start : ENDS[row]] for side in both))
@@ -108,9 +118,10 @@ def computed(
     windows: list[AttentionWindow],
     dtype: mx.Dtype = mx.float32,
     odd: int | None = None,
+    gone: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[mx.array, list[mx.array]]:
     """Return the logits, and the tails after the step."""
-    step = step_of(model, width, rows, dtype, odd)
+    step = step_of(model, width, rows, dtype, odd, gone)
     tokens = mx.array([[7 * row + n for n in range(width)] for row in rows])
     layer_seams.attach(model)
     with layer_seams.decoding(step.device):
@@ -179,6 +190,35 @@ def test_windowed_layers_with_keep_are_fused(monkeypatch: pytest.MonkeyPatch) ->
     assert not mx.array_equal(logits, others)
 
 
+@pytest.mark.parametrize("evicted", [20, 32, 45])
+def test_layers_whose_first_tokens_were_evicted_are_fused(
+    evicted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In windows, the tokens behind them are the first to be evicted."""
+    model, rows = packed("gemma3_text"), [1, 1]
+    windows = [AttentionWindow(20), *windows_of(model)[1:]]
+    jobs, gone = count_jobs(monkeypatch), {0: evicted}
+    logits, _ = computed(model, 1, rows, windows, gone=gone)
+    assert len(jobs) == 2
+    chunk, _ = chunk_of(model, windows, gone={0: min(evicted, 44)})
+    assert len(jobs) == 4
+    expected, _ = computed(model, 1, rows, windows)
+    assert mx.array_equal(logits, expected)
+    assert mx.array_equal(chunk, chunk_of(model, windows)[0])
+
+
+@pytest.mark.parametrize(
+    ("window", "evicted"), [(AttentionWindow(40), 52), (AttentionWindow(40, keep=4), 30)]
+)
+def test_evicted_tokens_that_a_layer_sees_are_an_error(
+    window: AttentionWindow, evicted: int
+) -> None:
+    model = packed("gemma3_text")
+    windows = [window, *windows_of(model)[1:]]
+    with pytest.raises(AssertionError, match="no longer has its first"):
+        computed(model, 1, [1], windows, gone={0: evicted})
+
+
 def test_one_thread_gives_bit_identical_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     model = packed("llama")
     expected, _ = computed(model, 1, [0, 1, 2], windows_of(model))
@@ -223,9 +263,10 @@ def chunk_of(
     last: bool = False,
     squares: bool = False,
     dtype: mx.Dtype | None = None,
+    gone: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[mx.array, list[mx.array]]:
     """Return a chunk's logits after the spans of a row, and the KV it keeps."""
-    parts = step_of(model, 1, [row], dtype or mx.float32).rows[0].parts
+    parts = step_of(model, 1, [row], dtype or mx.float32, gone=gone).rows[0].parts
     position, plans = CUTS[row][-1] if parts else 0, {}  # type: ignore[var-annotated]
     final = len(windows) - 1 if last else -1
     reads = [

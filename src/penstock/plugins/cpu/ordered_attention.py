@@ -51,6 +51,17 @@ class OrderedReads:
     """Positions of all new tokens."""
     window: AttentionWindow
     """Attention window of a layer; the default if its rows see all tokens."""
+    begins: Integers | None = None
+    """First column that each row has in each layer, (layers, rows); None if all layers have all."""
+
+    def has_visible(self, layer: int) -> bool:
+        """Return whether a layer has all columns that its rows see through the window."""
+        if self.begins is None:
+            return True
+        begins = self.begins[layer]
+        first = self.positions[:: len(self.positions) // len(begins)]
+        starts = [0 if self.window.keep else self.window.starts_at(place) for place in first]
+        return bool((begins <= starts).all())
 
     def of_layers(self, layers: Sequence[int]) -> Integers:
         """Return a copy of the spans of layers, (n, spans, 6)."""
@@ -191,7 +202,7 @@ def step_plan(
     if key not in step.kernel_plans:  # the same for most layers
         step.kernel_plans[key] = _step_plan(step, layer, window, nbytes)
     planned: tuple[OrderedReads, StepChoice | None] | None = step.kernel_plans[key]
-    return planned
+    return planned if planned is not None and planned[0].has_visible(layer) else None
 
 
 def _step_plan(
@@ -218,7 +229,8 @@ def chunk_plan(reads: ChunkReads, tokens: int, window: AttentionWindow) -> Order
     if chunk_plan not in reads.plans:
         nbytes = (reads.dtype or mx.float32).size
         reads.plans[chunk_plan] = _plan([(reads.parts, reads.offset, 0)], tokens, nbytes)
-    return _within(reads.plans[chunk_plan], window)
+    plan = _within(reads.plans[chunk_plan], window)
+    return plan if plan is not None and plan.has_visible(reads.layer) else None
 
 
 def _within(plan: OrderedReads | None, window: AttentionWindow) -> OrderedReads | None:
@@ -280,7 +292,7 @@ def seen_columns(positions: Sequence[int], window: AttentionWindow) -> Integers:
 def _plan(
     rows: Sequence[tuple[Sequence[KVSpan], int, int]], width: int, nbytes: int
 ) -> OrderedReads | None:
-    """Plan reads without a window; None if a span is compressed, spilled or incomplete.
+    """Plan reads without a window; None if a span is compressed or spilled.
 
     Args:
         rows: spans of each row, position of its first new token, and number of tokens of its tail
@@ -290,20 +302,27 @@ def _plan(
     """
     layers = max((len(part.segment.layers) for parts, *_ in rows for part in parts), default=1)
     spans = np.zeros((layers, sum(len(parts) + 1 for parts, *_ in rows), 6), np.int64)
+    begins = np.zeros((layers, len(rows)), np.int64)
     number, firsts, positions = 0, [0], list[int]()
-    for parts, position, tail in rows:
+    for row, (parts, position, tail) in enumerate(rows):
         for part in parts:
             segment = part.segment
-            if segment.missing or segment.derived(_number_bytes) != nbytes:
+            if segment.derived(_number_bytes) != nbytes:
                 return None
             spans[:, number, :4] = segment.derived(plain_addresses)[:, :NUMBER_BYTES]
             spans[:, number, 4:] = part.columns, part.start
+            if segment.missing:  # evicted behind a window
+                gone = np.minimum(segment.missing, part.columns)
+                spans[:, number, 4] -= gone
+                spans[:, number, 5] += gone
+                begins[:, row] = np.where(gone > 0, part.start + gone, begins[:, row])
             number += 1
         spans[:, number, 4:] = tail + width, position - tail
         number += 1
         firsts.append(number)
         positions += range(position, position + width)
-    return OrderedReads(spans, np.array(firsts), positions, AttentionWindow())
+    window, incomplete = AttentionWindow(), begins.any()
+    return OrderedReads(spans, np.array(firsts), positions, window, begins if incomplete else None)
 
 
 def plain_addresses(segment: Segment) -> Integers:
