@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from random import Random
@@ -21,6 +21,7 @@ from mlx.utils import tree_flatten
 
 from penstock.engine.core import Core
 from penstock.engine.request import Request
+from penstock.errors import SettingError
 from penstock.models.loading import load
 from penstock.models.mlx_lm import encode
 from penstock_bench.engine_sides import MEMORY_SHARE, RIVAL
@@ -59,7 +60,7 @@ class SpeculateLoad:
     """Maximum proposed tokens per step."""
     draft_proposed: int = 4
     packed: bool = False
-    """Whether penstock multiplies by the weights' codes; the other sides' weights are float32."""
+    """Whether weights are multiplied by their codes; then mlx-lm is not measured."""
     file: int = 1_500
     """Tokens of the text in the prompt that the answer repeats."""
     answer: int = 384
@@ -298,14 +299,10 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class ScriptedModels:
-    """Models of all sides, and the script that they follow."""
+    """Models of all sides, which follow one script."""
 
-    ours: Any
-    """Penstock's model."""
-    rival: Any
-    """Model of mlx-lm; the same one unless penstock's is packed."""
+    model: Any
     draft: Any
-    """Draft model."""
     tokenizer: Any
     script: Script
     draw: Callable[[int, int], Sequence[int]]
@@ -315,17 +312,20 @@ class ScriptedModels:
 
 @contextmanager
 def scripted_models(load_of: SpeculateLoad) -> Iterator[ScriptedModels]:
-    """Load the models of all sides, which follow one script."""
-    if load_of.model in ("random", "embedded"):
-        chosen = bench_model(ModelChoice(load_of.model), load_of.llama)
+    """Load the models of all sides."""
+    if load_of.packed and load_of.model == ModelChoice.EMBEDDED:
+        raise SettingError("--packed: the embedded model has float32 weights; take smollm2")
+    if load_of.model in list(ModelChoice):
+        choice = ModelChoice(load_of.model)
+        packed = load_of.packed
+        chosen = packed_model(load_of.llama) if packed else bench_model(choice, load_of.llama)
         model, tokenizer, name = chosen.model, chosen.tokenizer, chosen.name
         draw: Callable[[int, int], Sequence[int]] = chosen.draw
-        ours = packed_model(load_of.llama).model if load_of.packed else model
     else:
         with real_folder(load_of.model) as served:
-            model, tokenizer = load(served.path)
+            source = load_of.model if load_of.packed else served.path
+            model, tokenizer = load(source, weights_dtype="packed" if load_of.packed else "auto")
             name, draw = served.name, _text_of(tokenizer, words_of(served.path, ()))
-        ours = load(load_of.model, weights_dtype="packed")[0] if load_of.packed else model
     script, heads = Script(), load_of.llama.kv_heads
     draft = random_llama(
         layers=max(1, load_of.llama.layers // 8),
@@ -336,10 +336,8 @@ def scripted_models(load_of: SpeculateLoad) -> Iterator[ScriptedModels]:
         head_dim=load_of.llama.head_dim,
         vocabulary_size=int(model.args.vocab_size),
     )
-    with ExitStack() as following:
-        for follower in {id(one): one for one in (model, ours, draft)}.values():
-            following.enter_context(scripted(follower, script))
-        yield ScriptedModels(ours, model, draft, tokenizer, script, draw, name)
+    with scripted(model, script), scripted(draft, script):
+        yield ScriptedModels(model, draft, tokenizer, script, draw, name)
 
 
 def _text_of(tokenizer: Any, words: Any) -> Callable[[int, int], Sequence[int]]:
@@ -363,13 +361,16 @@ def _text_of(tokenizer: Any, words: Any) -> Callable[[int, int], Sequence[int]]:
 def measure(load_of: SpeculateLoad) -> Report:
     """Run every task on all sides in turn."""
     with scripted_models(load_of) as models:
-        size = int(models.rival.args.vocab_size)
+        size = int(models.model.args.vocab_size)
         measured = [
             _measure_one(load_of, task, models) for task in tasks(load_of, models.draw, size)
         ]
-        weights: Any = tree_flatten(models.rival.parameters())
-        described = {"name": models.name, "parameters": sum(array.size for _, array in weights)}
-        dtype = "packed" if load_of.packed else str(weights[0][1].dtype).rpartition(".")[2]
+        described: dict[str, Any] = {"name": models.name}
+        dtype = "packed"
+        if not load_of.packed:
+            weights: Any = tree_flatten(models.model.parameters())
+            described["parameters"] = sum(array.size for _, array in weights)
+            dtype = str(weights[0][1].dtype).rpartition(".")[2]
     return report(load_of, measured, described, dtype)
 
 
@@ -379,7 +380,7 @@ def _measure_one(load_of: SpeculateLoad, task: ScriptedTask, models: ScriptedMod
 
     def ours(proposed: int, of: Any = None) -> float:
         script.set(None)  # the engine tries the models
-        side = OurSide(models.ours, models.tokenizer, proposed, task.batch, of)
+        side = OurSide(models.model, models.tokenizer, proposed, task.batch, of)
         try:
             script.set(task.text)
             seconds = side.run(task)
@@ -394,12 +395,14 @@ def _measure_one(load_of: SpeculateLoad, task: ScriptedTask, models: ScriptedMod
         ON: lambda: ours(load_of.proposed),
         OFF: lambda: ours(0),
     }
-    if task.batch > 1:
-        sides[RIVAL] = lambda: rival_batch_seconds(models.rival, task)
+    if load_of.packed:
+        pass  # mlx-lm has other weights
+    elif task.batch > 1:
+        sides[RIVAL] = lambda: rival_batch_seconds(models.model, task)
     else:
-        sides[RIVAL] = lambda: rival_seconds(models.rival, task)
+        sides[RIVAL] = lambda: rival_seconds(models.model, task)
         sides[DRAFT] = lambda: rival_seconds(
-            models.rival, task, models.draft, load_of.draft_proposed
+            models.model, task, models.draft, load_of.draft_proposed
         )
         if not task.repeats:
             sides[DRAFTED] = lambda: ours(load_of.draft_proposed, models.draft)
@@ -440,7 +443,7 @@ def report(
     return Report(
         name="speculate",
         claim=CLAIM,
-        rival=RIVAL,
+        rival=OFF if load_of.packed else RIVAL,
         penstock={"model": model, **ours},
         rival_figures=rival,
         ratio={

@@ -269,9 +269,7 @@ def speculate(
     ] = 16,
     packed: Annotated[
         bool,
-        typer.Option(
-            "--packed", help="Multiply by the weights' codes; the others' weights are float32."
-        ),
+        typer.Option("--packed", help="Multiply by the weights' codes; mlx-lm is then left out."),
     ] = False,
     rounds: Rounds = 5,
     as_json: options.Json = False,
