@@ -17,7 +17,7 @@ from penstock.attention.devices import using
 from penstock.attention.mlx_backend import GPUBackend
 from penstock.attention.reads import DecodeReads
 from penstock.attention.selection import block_gather
-from penstock.attention.selection.block_choice import best_blocks, block_scores
+from penstock.attention.selection.block_choice import _lacks, best_blocks, block_scores
 from penstock.attention.selection.block_gather import BlockTokens, block_positions
 from penstock.attention.selection.choice_blocks import BLOCK_TOKENS, FIRST_BLOCKS
 from penstock.attention.selection.key_index import KeyIndex
@@ -90,14 +90,15 @@ class Row:
         rest = (tokens - FIRST_TOKENS - (count - recent)) // BLOCK_TOKENS
         chosen = []
         for kv in range(KV_HEADS):
-            wanted: dict[int, float] = {}
+            shares: dict[int, float] = {}
             for head in range(kv * HEADS // KV_HEADS, (kv + 1) * HEADS // KV_HEADS):
                 best = self.block_scores(kv, head, tokens)
                 top = max(best.values())
-                total = top + np.log(sum(np.exp(score - top) for score in best.values()))
+                total = sum(np.exp(score - top) for score in best.values())
                 for block, score in best.items():
-                    wanted[block] = max(wanted.get(block, -np.inf), score - total)
-            best_blocks = sorted(wanted, key=lambda block: -wanted[block])[:rest]
+                    shares[block] = shares.get(block, 0) + np.exp(score - top) / total
+            selectable = [block for block in shares if block >= FIRST_BLOCKS]
+            best_blocks = sorted(selectable, key=lambda block: -shares[block])[:rest]
             positions = set(range(FIRST_TOKENS)) | set(range(recent, count))
             for block in best_blocks:
                 positions |= set(range(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS))
@@ -107,7 +108,7 @@ class Row:
     def block_scores(self, kv: int, head: int, tokens: int) -> dict[int, float]:
         """Return the index's score of each block."""
         own = scores_of(self, tokens)[kv, head - kv * HEADS // KV_HEADS]
-        return {number + 1: float(score) for number, score in enumerate(own)}
+        return {number: float(score) for number, score in enumerate(own)}
 
     def exact_scores(self, tokens: int) -> Any:
         """Return the best token score of each block, computed without tables."""
@@ -118,7 +119,7 @@ class Row:
             index = span.segment.index[0]
             assert index is not None
             scores.append(np.array(index.score(queries, devices.current()))[..., : span.columns])
-        of_tokens = np.concatenate(scores, axis=-1)[..., FIRST_TOKENS:stop]
+        of_tokens = np.concatenate(scores, axis=-1)[..., :stop]
         return of_tokens.reshape(KV_HEADS, HEADS // KV_HEADS, -1, BLOCK_TOKENS).max(axis=-1)
 
 
@@ -351,6 +352,20 @@ def test_infinite_score_is_selected() -> None:
         assert all(200 // BLOCK_TOKENS - FIRST_BLOCKS in of_head for of_head in blocks)
     with using(CPUBackend()):
         assert np.allclose(attend([row], 128)[0, ::2], row.values[:, 200], atol=1e-3)
+
+
+def test_share_is_summed_over_queries_and_counts_first_block() -> None:
+    """The maximum over queries, or shares without the first block, would select another block."""
+    of_queries = np.array([[[0.0, 0.45, 0.40, 0.15], [0.0, 0.05, 0.30, 0.65]]], np.float32)
+    of_sink = np.array([[[0.9, 0.08, 0.01, 0.01], [0.1, 0.1, 0.5, 0.3]]], np.float32)
+    with np.errstate(divide="ignore"):
+        by_sum, by_sink = (
+            np.array(_lacks(mx.array(np.log(shares)))) for shares in (of_queries, of_sink)
+        )
+    assert np.allclose(-by_sum, [[0.5, 0.7, 0.8]]) and np.allclose(-by_sink, [[0.18, 0.51, 0.31]])
+    assert of_queries.max(axis=1)[0, 1] > of_queries.max(axis=1)[0, 2], "negative control"
+    alone = (of_sink[..., 1:] / of_sink[..., 1:].sum(axis=-1, keepdims=True)).sum(axis=1)
+    assert alone.argmax() != by_sink.argmin(), "negative control"
 
 
 @pytest.mark.parametrize("tokens", [128, 160, 512, 1_000])

@@ -98,8 +98,11 @@ def best_by_block(whole: Array, units: Array, codes: Array, sizes: Array) -> Flo
 
 
 def worst_of(best: Floats, chosen: Addresses) -> float:
-    """Return how much the best unselected block scores above the worst selected one."""
-    wanted = -np.array(_lacks(mx.array(best)))
+    """Return how much the share of the best unselected block is above the worst selected one's.
+
+    Shares are compared by their logarithms.
+    """
+    wanted = np.log(-np.array(_lacks(mx.array(best))))
     inside = np.zeros(wanted.shape, bool)
     np.put_along_axis(inside, chosen - FIRST_BLOCKS, True, axis=1)
     out = np.where(inside, -np.inf, wanted).max(axis=1)
@@ -127,8 +130,7 @@ def test_selected_blocks_match_formula(
     if odd == "query":
         x[0, 0] = np.nan
     count = int(draw.integers(1, blocks))
-    first = FIRST_BLOCKS * BLOCK_TOKENS
-    best = best_by_block(x, units, codes[:, first:], sizes[:, first:])
+    best = best_by_block(x, units, codes, sizes)
     spans = Spans([None, None, codes.view(np.uint32), sizes], cuts)
     chosen = loops(dim).choose(x, units, spans.table, FIRST_BLOCKS + blocks, count)
     assert np.all(np.diff(chosen, axis=1) > 0) and chosen.shape == (heads, count)
@@ -185,8 +187,7 @@ def test_check_detects_changed_sign_or_scale() -> None:
     codes = draw.integers(0, 256, (1, tokens, 16)).astype(np.uint8)
     sizes = np.ones((1, tokens), np.float16)
     sizes[:, ::3] *= 2
-    first = FIRST_BLOCKS * BLOCK_TOKENS
-    best = best_by_block(x, units, codes[:, first:], sizes[:, first:])
+    best = best_by_block(x, units, codes, sizes)
     rolled = np.roll(sizes, 1, axis=1)
     for wrong in ((codes, sizes), (codes ^ np.uint8(16), sizes), (codes, rolled)):
         spans = Spans([None, None, wrong[0].view(np.uint32), wrong[1]], [20])

@@ -92,8 +92,13 @@ class Layer:
         return chosen
 
 
+def logs_of(scores: mx.array) -> Numbers:
+    """Return the negative logarithms of the selectable blocks' shares, (kv_heads, blocks)."""
+    return -np.log(-np.array(_lacks(scores)))  # type: ignore[no-any-return]
+
+
 def border(lacks: Numbers, chosen: Numbers) -> float:
-    """Return how much the best unselected block scores above the worst selected one."""
+    """Return how much the share of the best unselected block is above the worst selected one's."""
     inside = np.zeros(lacks.shape, bool)
     np.put_along_axis(inside, chosen, True, axis=1)
     worst = np.where(inside, lacks, -np.inf).max(axis=1)
@@ -122,7 +127,7 @@ def test_compiled_loops_select_same_blocks_as_reference(
     scores, on_cpu = (block_scores(*where, device) for device in (GPU, CPU))
     for number, (one, other) in enumerate(zip(chosen, by_loops, strict=True)):
         assert mx.array_equal(scores[number], on_cpu[number]), "to the bit"
-        lacks = np.array(_lacks(scores[number]))
+        lacks = logs_of(scores[number])
         assert one.shape == other.shape
         assert border(lacks, one) <= 0 and border(lacks, other) <= ROUNDING
         if np.array_equal(np.sort(one), other):
@@ -160,7 +165,7 @@ def test_check_detects_changed_score() -> None:
     layer = Layer(5, 64, (2, 3), [[500, 300], [40]], centered=True, repeats=False)
     selection = Selection(160, layer.index)
     where = selection, layer.rows, layer.queries, 0.125, 0
-    lacks = np.array(_lacks(block_scores(*where, GPU)[0]))
+    lacks = logs_of(block_scores(*where, GPU)[0])
     (right,) = layer.by_loops(selection, 0.125)
     assert border(lacks, right) <= ROUNDING < border(lacks, np.roll(right, 1, axis=0))
     assert border(np.roll(lacks, 1, axis=1), right) > ROUNDING

@@ -80,7 +80,7 @@ def quest_score(
 
 
 def _bounds(selection: Selection, row: DecodeRow, query: mx.array, layer: int) -> mx.array:
-    runs = pieces(row.parts, FIRST_TOKENS, selection.recent_start(row.position))
+    runs = pieces(row.parts, 0, selection.recent_start(row.position))
     keys = mx.concatenate([_keys(run, layer) for run in runs], axis=1)
     blocks = mx.unflatten(keys, 1, (-1, BLOCK_TOKENS))
     smallest, largest = blocks.min(axis=2).swapaxes(1, 2), blocks.max(axis=2).swapaxes(1, 2)

@@ -13,14 +13,13 @@ import mlx.core as mx
 
 from penstock.attention.attention_plan import DecodeRow
 from penstock.attention.ops import AttentionOps
-from penstock.attention.selection.choice_blocks import BLOCK_TOKENS, FIRST_BLOCKS
+from penstock.attention.selection.choice_blocks import BLOCK_TOKENS, FIRST_BLOCKS, LEAST_SHARE
 from penstock.attention.selection.rotations import Rotation
 from penstock.attention.selection.selection import Selection
 from penstock.kv.codecs.coded import Coded
 
-Tables = dict[tuple[int, int, int], mx.array]
-"""Rotations of blocks shared by the layers of a step, by `id` of the rotation, first block and
-stop."""
+Tables = dict[tuple[int, int], mx.array]
+"""Rotations of blocks shared by the layers of a step, by `id` of the rotation and stop."""
 
 
 @dataclass(slots=True)
@@ -68,7 +67,7 @@ def block_scores(
     ops: AttentionOps,
     tables: Tables | None = None,
 ) -> list[mx.array]:
-    """Return each row's scores of the blocks that it may select, (kv_heads, m, blocks).
+    """Return each row's scores of the blocks before the recent ones, (kv_heads, m, blocks).
 
     The score of a block is that of its best token.
 
@@ -108,7 +107,7 @@ def center_scores(
     layer: int,
     tables: Tables | None = None,
 ) -> mx.array | None:
-    """Return the part of a row's block scores due to the key centers, (kv_heads, m, blocks).
+    """Return the part of the selectable blocks' scores due to the key centers, (kv_heads, m, n).
 
     None if the layer has no centers.
 
@@ -116,7 +115,7 @@ def center_scores(
         queries: queries of the row, (kv_heads, m, dim), scaled.
     """
     factors = _center_factors(selection, row, queries, layer, tables)
-    return None if factors is None else factors[0] @ factors[1]
+    return None if factors is None else (factors[0] @ factors[1])[..., FIRST_BLOCKS:]
 
 
 def _center_factors(
@@ -157,9 +156,13 @@ def best_blocks(
 
 
 def _lacks(scores: mx.array) -> mx.array:
-    """Return each block's negative log-probability, minimum over queries, (kv_heads, blocks)."""
-    lacks = mx.logsumexp(scores, axis=-1, keepdims=True) - scores
-    return lacks.squeeze(1) if lacks.shape[1] == 1 else lacks.min(axis=1)
+    """Return the shares of the selectable blocks, summed over queries, negated: (kv_heads, blocks).
+
+    Shares are the softmax over all blocks with scores.
+    """
+    shares = mx.softmax(scores, axis=-1)
+    shares = shares.squeeze(1) if shares.shape[1] == 1 else shares.sum(axis=1)
+    return -LEAST_SHARE - shares[:, FIRST_BLOCKS:]
 
 
 def _of_row(x: mx.array, number: int) -> mx.array:
@@ -167,7 +170,7 @@ def _of_row(x: mx.array, number: int) -> mx.array:
 
 
 def _table(rotation: Rotation, stop: int, tables: Tables) -> mx.array:
-    key = id(rotation), FIRST_BLOCKS, stop
+    key = id(rotation), stop
     if key not in tables:
-        tables[key] = rotation.table(FIRST_BLOCKS, stop)
+        tables[key] = rotation.table(0, stop)
     return tables[key]

@@ -6,6 +6,8 @@ BLOCK_TOKENS = 16
 """Number of tokens selected together."""
 FIRST_BLOCKS = 1
 """Number of leading blocks always read, because many heads attend to them."""
+LEAST_SHARE = 2.0**-66
+"""Added to the shares of blocks, so that shares below its rounding are equal on all devices."""
 ASKING = 15, 31
 """Indices, within a group of prompt positions, of the queries that select blocks for the group."""
 HALF_NOISE = 0.0518

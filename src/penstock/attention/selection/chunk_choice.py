@@ -1,7 +1,7 @@
 """Selective attention of a prefill chunk.
 
 Queries of a group of positions share a choice. It is made for some of them, by the rule of decode
-steps: a block counts for the query that wants it most. The tokens of the group itself are read
+steps: the shares of a block are summed over these queries. The tokens of the group itself are read
 besides. A chunk's keys are indexed before it attends, so a group chooses among them as among those
 before the chunk, and what a query reads does not depend on the chunks.
 """

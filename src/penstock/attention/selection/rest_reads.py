@@ -118,7 +118,7 @@ def read(
 def _pieces(selection: Selection, row: DecodeRow, layer: int) -> list[tuple[Coded, int, int]]:
     return [
         (coded, start, min(start + READ_TOKENS, stop))
-        for coded, first, stop in selection.indexed(row, layer)
+        for coded, first, stop in selection.indexed(row, layer, FIRST_TOKENS)
         for start in range(first, stop, READ_TOKENS)
     ]
 

@@ -1,9 +1,10 @@
 """Selective attention: the first, the recent and the best-scoring blocks of long sequences.
 
-Each KV head selects its own blocks. An index of the keys (`key_index`) scores every token between
-the first and the recent ones. A block's score is that of its best token, after a softmax over the
-blocks; the maximum over the queries of the KV head counts. The selected blocks are gathered and
-read exactly, together with the first and the recent tokens, which are read in place.
+Each KV head selects its own blocks. An index of the keys (`key_index`) scores every token before
+the recent ones. A block's score is that of its best token. A softmax over these blocks, the first
+ones included, makes it a share. The shares are summed over the queries of the KV head. The selected
+blocks are gathered and read exactly, together with the first and the recent tokens, which are read
+in place.
 
 The selection depends only on the tokens and the position, not on segment boundaries, cache hits,
 or other rows of the step.
@@ -88,14 +89,14 @@ class Selection:
         loop: CenterLoop | None = None,
     ) -> Scores | None:
         """Return the part of the scores due to the key centers; see `KeyIndex.center_scores`."""
-        blocks = FIRST_BLOCKS, self.recent_start(row.position) // BLOCK_TOKENS
+        blocks = 0, self.recent_start(row.position) // BLOCK_TOKENS
         return self.index.center_scores(layer, query[heads], heads, *blocks, loop=loop)
 
-    def indexed(self, row: DecodeRow, layer: int) -> Iterator[tuple[Coded, int, int]]:
-        """Yield the indexes that cover the selectable tokens, each with its column range."""
-        for segment, start, stop in pieces(
-            row.parts, FIRST_TOKENS, self.recent_start(row.position)
-        ):
+    def indexed(
+        self, row: DecodeRow, layer: int, first: int = 0
+    ) -> Iterator[tuple[Coded, int, int]]:
+        """Yield the indexes of the tokens from `first` to the recent ones, with column ranges."""
+        for segment, start, stop in pieces(row.parts, first, self.recent_start(row.position)):
             index = segment.index[layer]
             assert index is not None
             yield index, start, stop

@@ -194,12 +194,12 @@ def _compile_choice(key_dim: int) -> Any:
         still = table_of(table[STILL], table[STILL_COUNT])
         tiles = carray(address_of(table[TURNS]), (table[TILE_COUNT], 2 * pairs, block), np.float32)
         far = array(table[FAR_TURNS], table[FAR_COUNT], 2 * pairs)
-        score(queries, vectors, one, other, still, tiles, far, first_blocks, scores)
+        score(queries, vectors, one, other, still, tiles, far, 0, scores)
 
     @njit(nogil=True)
     def select(table, spans, index, row, head, stop, count):  # type: ignore[no-untyped-def]
         """Return the selected blocks of a row and KV head, (1, count)."""
-        group, blocks = table[HEADS] // table[KV_HEADS], stop - first_blocks
+        group = table[HEADS] // table[KV_HEADS]
         place = table[QUERIES] + 4 * key_dim * (row * table[HEADS] + head * group)
         queries = carray(address_of(place), (1, group, key_dim), np.float32)
         whole, units = np.empty((1, group, n), np.float32), np.empty((1, group, 1), np.float32)
@@ -208,7 +208,7 @@ def _compile_choice(key_dim: int) -> Any:
             array(place, 1, group * key_dim)[0], array(table[SIGNS], 1, n)[0],
             array(table[FACTOR], 1, 1)[0, 0], whole[0], units[0],
         )  # fmt: skip
-        centers = np.empty((1, group, blocks), np.float32)
+        centers = np.empty((1, group, stop), np.float32)
         center_scores(table, queries, head, stop, centers)
         starts = np.empty(len(spans) + 1, np.int64)
         for span in range(len(spans)):

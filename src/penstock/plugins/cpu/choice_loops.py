@@ -98,7 +98,7 @@ class ChoiceLoops:
             stop: index after the last selectable block; the first ones are always read.
             count: number of blocks to select.
             first_head: index of the first head.
-            centers: block scores of the key centers, not in the index, (heads, m, blocks).
+            centers: block scores of the key centers, not in the index, (heads, m, stop).
         """
         chosen, beside = np.empty((len(whole), count), np.int64), _centers(whole, stop, centers)
         where = spans.sides, spans.starts, first_head, stop
@@ -193,7 +193,7 @@ def _centers(x: Floats, stop: int, centers: Floats | None) -> Floats:
     """Return `centers`, or zeros if None."""
     if centers is not None:
         return centers
-    return np.zeros((*x.shape[:2], stop - FIRST_BLOCKS), np.float32)
+    return np.zeros((*x.shape[:2], stop), np.float32)
 
 
 def bytes_of(sides: Sequence[mx.array]) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.attention.selection.choice_blocks import BLOCK_TOKENS, FIRST_BLOCKS
+from penstock.attention.selection.choice_blocks import BLOCK_TOKENS, FIRST_BLOCKS, LEAST_SHARE
 from penstock.plugins.cpu.compiled import exp_loop, pointer
 from penstock.plugins.cpu.index_products import QUERIES, SHIFTS, block_product
 
@@ -37,7 +37,7 @@ def _pack_loop(words: int) -> Any:
 
 @cache
 def _best_loop(words: int) -> Any:
-    """Compile the scoring of one head's blocks with an index of `words` words per token.
+    """Compile the scoring of one head's blocks, from the first on, by `words` words per token.
 
     A product of an integer sum and a float16 is exact in float32; see `KeyIndex.products`.
     """
@@ -48,13 +48,13 @@ def _best_loop(words: int) -> Any:
     query_bytes = 4 * SHIFTS * words
 
     @njit(nogil=True)
-    def best(packed, less, sides, starts, head, first, into):  # type: ignore[no-untyped-def]
+    def best(packed, less, sides, starts, head, into):  # type: ignore[no-untyped-def]
         queries, stride = into.shape[0], into.strides[0]
         own_codes, own_sizes = np.empty((block, words), np.uint32), np.empty(block, np.uint16)
         x, off, out = packed.ctypes.data, less.ctypes.data, into.ctypes.data
         at = 0
         for number in range(into.shape[1]):
-            start = (first + number) * block
+            start = number * block
             while starts[at + 1] <= start:
                 at += 1
             column = start - starts[at]
@@ -88,15 +88,15 @@ def _best_loop(words: int) -> Any:
 
 @cache
 def _select_loop() -> Any:
-    """Compile the selection of the indices of the smallest of non-negative numbers."""
+    """Compile the selection of the indices of the largest of non-negative numbers."""
     from numba import int32, njit
 
     @njit(nogil=True)
     def count(bits, border):  # type: ignore[no-untyped-def]
-        below = int32(0)
+        above = int32(0)
         for number in range(len(bits)):
-            below += int32(bits[number] < border)
-        return below
+            above += int32(bits[number] > border)
+        return above
 
     @njit(nogil=True)
     def select(numbers, first, chosen):  # type: ignore[no-untyped-def]
@@ -104,11 +104,11 @@ def _select_loop() -> Any:
         border = int32(0)
         for bit in range(30, -1, -1):
             higher = border | (int32(1) << int32(bit))
-            if count(bits, higher) < len(chosen):
+            if count(bits, higher - int32(1)) >= len(chosen):
                 border = higher
         equal, place = len(chosen) - count(bits, border), 0
         for number in range(len(bits)):
-            if bits[number] < border or (bits[number] == border and equal > 0):
+            if bits[number] > border or (bits[number] == border and equal > 0):
                 equal -= bits[number] == border
                 chosen[place] = first + number
                 place += 1
@@ -122,32 +122,32 @@ def choose_loop(words: int) -> Any:
     from numba import float32, njit
 
     pack, best, exp, select = _pack_loop(words), _best_loop(words), exp_loop(), _select_loop()
-    first = FIRST_BLOCKS
+    first, least = FIRST_BLOCKS, float32(LEAST_SHARE)
 
     @njit(nogil=True)
     def choose(whole, units, centers, sides, starts, first_head, stop, chosen):  # type: ignore[no-untyped-def]
         heads, queries, _ = whole.shape
-        blocks = stop - first
         packed, less = np.empty((queries, words, SHIFTS), np.uint32), np.empty(queries, np.int32)
-        sums = np.empty((queries, blocks), np.float32)
-        scores, weights = np.empty(blocks, np.float32), np.empty(blocks, np.float32)
-        lacks = np.empty(blocks, np.float32)
+        sums = np.empty((queries, stop), np.float32)
+        weights, shares = np.empty(stop, np.float32), np.empty(stop, np.float32)
         for head in range(heads):
             pack(whole[head], packed, less)
-            best(packed, less, sides, starts, first_head + head, first, sums)
-            for number in range(blocks):
-                lacks[number] = np.inf
+            best(packed, less, sides, starts, first_head + head, sums)
+            for number in range(stop):
+                shares[number] = 0
             for query in range(queries):
                 unit = units[head, query, 0]
                 top = float32(-np.inf)
-                for number in range(blocks):
+                for number in range(stop):
                     score = sums[query, number] * unit
                     score += centers[head, query, number]
-                    scores[number] = weights[number] = score
+                    weights[number] = score
                     top = max(top, score)
-                total = top + np.log(exp(weights, top))
-                for number in range(blocks):
-                    lacks[number] = min(lacks[number], max(total - scores[number], float32(0)))
-            select(lacks, first, chosen[head])
+                share = float32(1) / exp(weights, top)
+                for number in range(stop):
+                    shares[number] += weights[number] * share
+            for number in range(stop):
+                shares[number] += least
+            select(shares[first:], first, chosen[head])
 
     return choose

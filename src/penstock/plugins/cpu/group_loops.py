@@ -184,7 +184,7 @@ def _choose_loop(words: int) -> Any:
     """Compile the selection of blocks for groups, one after the other."""
     from numba import njit
 
-    choose, center, first = choose_loop(words), center_loop(), FIRST_BLOCKS
+    choose, center = choose_loop(words), center_loop()
 
     @njit(nogil=True)
     def choose_all(  # type: ignore[no-untyped-def]
@@ -193,8 +193,8 @@ def _choose_loop(words: int) -> Any:
     ):  # fmt: skip
         for group in range(len(chosen)):
             part, stop = slice(group, group + 1), stops[group]
-            beside = np.empty((1, whole.shape[1], stop - first), np.float32)
-            center(asking[part], vectors, one, other, still, table, turns, first, beside)
+            beside = np.empty((1, whole.shape[1], stop), np.float32)
+            center(asking[part], vectors, one, other, still, table, turns, 0, beside)
             choose(whole[part], units[part], beside, sides, starts, head, stop, chosen[part])
 
     return choose_all

@@ -238,7 +238,7 @@ def rest_loop(words: int, value_words: int) -> Any:
                     own, unit = weights[query, :columns], units[head, query, 0]
                     above, top = squares[head, query] * noise, tops[head, query]
                     for number in range(columns // block):
-                        center = centers[head, query, blocks[number] - first]
+                        center = centers[head, query, blocks[number]]
                         at = slice(block * number, block * (number + 1))
                         top = max(top, score(own[at], sizes[0, at], unit, above, center))
                     shrunk = np.exp(tops[head, query] - top)
