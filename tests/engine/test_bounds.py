@@ -134,6 +134,8 @@ CASES = [
     ),
     case("joined", 900, least_tokens=450, model_type="gemma2", num_hidden_layers=3),
     case("joined, float16", 900, 2, least_tokens=450, model_type="gemma2", torch_dtype="float16"),
+    Case("latents", 900, family="deepseek_v3"),
+    Case("latents, chosen", 900, family="deepseek_v32"),
     Case("compressed", 700, family="deepseek_v41"),
     Case(
         "as mlx-lm cuts a prompt",

@@ -18,6 +18,7 @@ from core_parts import cached_nodes, evict_all, pinned_nodes, sequences_in, shri
 from mlx_lm.models import cache as theirs
 from parity_models import (
     JOINED_FAMILIES,
+    LATENT_FAMILIES,
     SHARED_FAMILIES,
     Step,
     assert_same,
@@ -49,11 +50,18 @@ from penstock.prefix.tree import PrefixTree
 from penstock.recall import MODEL_PATH
 from penstock_bench.recall import dialogue
 
-FAMILIES = (*SHARED_FAMILIES, *JOINED_FAMILIES)
+FAMILIES = (*SHARED_FAMILIES, *JOINED_FAMILIES, *LATENT_FAMILIES)
+READ = {
+    **dict.fromkeys(SHARED_FAMILIES, "shared"),
+    **dict.fromkeys(JOINED_FAMILIES, "joined"),
+    **dict.fromkeys(LATENT_FAMILIES, "latent"),
+}
 KINDS = ("llama", "gemma3", "gpt_oss", "gemma2")
 """One each of plain attention, windows, windows and sinks, and joined KV."""
 every_family = pytest.mark.parametrize("family", FAMILIES)
 every_kind = pytest.mark.parametrize("family", KINDS)
+every_reading = pytest.mark.parametrize("family", (*KINDS, "deepseek_v32"))
+"""Those, and latents that an index of the model's own chooses."""
 SMALL = {"block_size": 16, "prefill_chunk": 32}
 BASE = tuple(prompt_of(70))
 """Four whole blocks and six tokens."""
@@ -106,8 +114,7 @@ def check(family: str, *handles: Handle) -> None:
 @every_family
 def test_text_is_equal_cold_warm_and_next_turn(family: str) -> None:
     with engine(model_of(family), **SMALL) as core:
-        way = "shared" if family in SHARED_FAMILIES else "joined"
-        assert way_of(core) == way, why_of(core)
+        assert way_of(core) == READ[family], why_of(core)
         for hits, computed in ((0, 69), (64, 5)):
             before = core.view.stats().prefilled_tokens
             handle = ask(core, BASE, 12)
@@ -156,8 +163,7 @@ def answers_on(device: AttentionBackend, family: str, codec: str | None = None) 
         settings |= {"kv_cache_quantization": codec, "kv_cache_quantize_when": "active"}
         settings |= {"kv_cache_min_quantize_tokens": 0}
     with devices.using(device), engine(model_of(family), **settings) as core:
-        way = "joined" if family in JOINED_FAMILIES else "shared"
-        assert way_of(core) == way, why_of(core)
+        assert way_of(core) == READ[family], why_of(core)
         handles = [ask(core, prompts[0], 12)]
         drain(core)
         handles += [ask(core, prompt, 12) for prompt in prompts[1:]]
@@ -221,7 +227,7 @@ def test_full_cache_hit_allocates_nothing_for_prompt() -> None:
 # ---- at the same time
 
 
-@every_kind
+@every_reading
 def test_simultaneous_requests_prefill_shared_prefix_once(family: str) -> None:
     fork = (*BASE[:50], *prompt_of(10, 3))
     with engine(model_of(family), **SMALL) as core:
@@ -234,7 +240,7 @@ def test_simultaneous_requests_prefill_shared_prefix_once(family: str) -> None:
         assert core.view.stats().hit_tokens == 2 * 64 + 2 * 48
 
 
-@every_kind
+@every_reading
 def test_request_shares_prompt_that_is_being_prefilled(family: str) -> None:
     """It shares committed blocks and follows those committed later."""
     with engine(model_of(family), block_size=8, prefill_chunk=8) as core:
@@ -262,7 +268,7 @@ def test_blocks_of_cancelled_request_are_reused(family: str) -> None:
         assert cached(second) == 24
 
 
-@every_kind
+@every_reading
 def test_node_split_while_in_use_keeps_answers(family: str) -> None:
     with engine(model_of(family), block_size=16, prefill_chunk=64) as core:
         first = ask(core, BASE, 30)
@@ -280,7 +286,9 @@ def test_node_split_while_in_use_keeps_answers(family: str) -> None:
 SIZES = ((1, 1), (3, 7), (8, 16), (32, 5), (128, 512))
 
 
-@pytest.mark.parametrize(("sizes", "family"), each(SIZES, ("gemma3", "llama", "deepseek_v3")))
+@pytest.mark.parametrize(
+    ("sizes", "family"), each(SIZES, ("gemma3", "llama", "deepseek_v3", "deepseek_v32"))
+)
 def test_text_is_independent_of_block_and_chunk_size(family: str, sizes: tuple[int, int]) -> None:
     block, chunk = sizes
     fork = (*BASE[:40], *prompt_of(9, 3))
@@ -296,7 +304,7 @@ def test_text_is_independent_of_block_and_chunk_size(family: str, sizes: tuple[i
 # ---- after things have gone
 
 
-@every_kind
+@every_reading
 def test_text_is_equal_after_eviction(family: str) -> None:
     fork = (*BASE[:40], *prompt_of(30, 3))
     with engine(model_of(family), **SMALL) as core:

@@ -12,6 +12,7 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import cache as theirs
 from mlx_lm.models import (
     deepseek_v3,
+    deepseek_v32,
     falcon_h1,
     gear,
     gemma2,
@@ -44,10 +45,15 @@ SHARED = {
 FAMILIES = ("llama", "qwen3", "gemma3", "mixtral", "embedded")
 SHARED_FAMILIES = (*FAMILIES, "qwen2", "gpt_oss", "phi3")
 """Those whose attention the engine takes over, so that it reads KV where it lies."""
-JOINED_FAMILIES = ("gemma2", "deepseek_v3", "gear")
-"""Those that the engine hands contiguous KV: attention, latents or masks of their own kind."""
+JOINED_FAMILIES = ("gemma2", "gear")
+"""Those that the engine hands contiguous KV: attention or masks of their own kind."""
+LATENT_FAMILIES = ("deepseek_v3", "deepseek_v32")
+"""Those whose latents the engine reads where they lie, without and with an index of their own."""
 RECURRENT_FAMILIES = ("qwen3_next", "falcon_h1", "mamba2")
 """Those with states: some layers of them, both in every layer, and nothing else."""
+
+
+_SEEDS = (*SHARED_FAMILIES, "gemma2", "deepseek_v3", "gear", *RECURRENT_FAMILIES, "deepseek_v32")
 
 
 @functools.cache
@@ -55,7 +61,7 @@ def model_of(family: str) -> Any:
     """Return a reproducible random float32 model, or the embedded one."""
     if family == "embedded":
         return load(MODEL_PATH)[0]
-    mx.random.seed((*SHARED_FAMILIES, *JOINED_FAMILIES, *RECURRENT_FAMILIES).index(family))
+    mx.random.seed(_SEEDS.index(family))
     model = _random(family)
     model.set_dtype(mx.float32)
     # With weights as they are initialized attention is nearly uniform and tokens repeat; louder,
@@ -144,6 +150,23 @@ def _random(family: str) -> Any:
                 v_head_dim=48,
                 first_k_dense_replace=2,
                 rope_scaling=None,
+                n_routed_experts=None,
+                **SHARED,
+            )
+        )
+    if family == "deepseek_v32":
+        return deepseek_v32.Model(
+            deepseek_v32.ModelArgs(
+                num_hidden_layers=2,
+                index_head_dim=32,
+                index_n_heads=8,
+                index_topk=24,
+                q_lora_rank=64,
+                kv_lora_rank=32,
+                qk_rope_head_dim=16,
+                qk_nope_head_dim=32,
+                v_head_dim=48,
+                first_k_dense_replace=2,
                 n_routed_experts=None,
                 **SHARED,
             )

@@ -77,7 +77,7 @@ def watch(runner: Runner, tokens: Sequence[int], span: int) -> list[WatchedLayer
         too short, or the model implements attention itself.
     """
     coded = (len(tokens) - QUERY_TOKENS) // span * span
-    if coded <= 0 or runner.fitness.way == "joined":
+    if coded <= 0 or runner.fitness.way != "shared":
         return []
     windows = runner.layout.attention_windows
     reads = [

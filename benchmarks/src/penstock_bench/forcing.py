@@ -124,7 +124,7 @@ class Reading:
         self._way = way
         self._size = way.limits.block_size
         self._first = -(-way.limits.raw_first_tokens // self._size) * self._size
-        joined = way.runner.fitness.way == "joined"
+        joined = way.runner.fitness.way != "shared"
         self._blocks = 1 if joined else max(1, pass_tokens // self._size)
         self._parts: list[KVSpan] = []
         self._state: RecurrentState | None = None

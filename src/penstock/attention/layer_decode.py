@@ -10,11 +10,12 @@ import mlx.core as mx
 from penstock.attention import span_attention
 from penstock.attention.attention_backend import AttentionBackend, DecodeStep
 from penstock.attention.attention_plan import AttentionPlan, DecodeRow, SharedRead, plan_attention
-from penstock.attention.joined_reads import SideData, read_sides
+from penstock.attention.joined_reads import read_sides
 from penstock.attention.selection.selected_reads import choose
 from penstock.attention.selection.spilled_reads import whole
-from penstock.attention.span_attention import MASKED, AttentionWindow, Partial
+from penstock.attention.span_attention import MASKED, AttentionWindow, KVData, Partial
 from penstock.attention.streamed_reads import attend_streamed
+from penstock.kv.segment import ColumnRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +118,21 @@ class LayerDecode:
         shared_reads = [shared for level in layout.levels for shared in level]
         pieces = [piece for shared in shared_reads for piece in shared.pieces]
         seen = _seen_alone(shared_reads, layout, columns, queries.shape[2])
-        sides = read_sides(pieces, self.layer, self.device)
-        return self._parts(queries, row, sides, columns, seen, sinks)
+        return self._parts(queries, row, self._read(pieces), columns, seen, sinks)
+
+    def _read(self, pieces: Sequence[ColumnRange]) -> tuple[Sequence[KVData], Sequence[KVData]]:
+        """Return the keys and values of column ranges, as attention reads them."""
+        return read_sides(pieces, self.layer, self.device)
+
+    def _of_tails(self, keys: mx.array, values: mx.array) -> tuple[KVData, mx.array]:
+        """Return the keys and values of tails, as attention reads them."""
+        return keys, values
 
     def _parts(
         self,
         queries: mx.array,
         row: DecodeRow,
-        sides: tuple[list[SideData], list[SideData]],
+        sides: tuple[Sequence[KVData], Sequence[KVData]],
         columns: int,
         seen: mx.array | None,
         sinks: mx.array | None,
@@ -133,13 +141,14 @@ class LayerDecode:
         keys, values = sides
         heads, width = queries.shape[1:3]
         tail = self.step.tails.read_block(self.layer, row.slot, 1, columns)
+        own_keys, own_values = self._of_tails(*(side.squeeze(0) for side in tail))
         stacked = span_attention.grouped(queries, tail[0].shape[1])
         if seen is not None and width > 1:
             seen = mx.tile(seen, (stacked.shape[1] // width, 1))
         # One row is faster with all threads of BLAS, but products with codes do not use BLAS.
         with self.device.lane(None if span_attention.mostly_coded(keys) else 0):
             part = self.device.attend_decode(
-                stacked, [*keys, tail[0].squeeze(0)], [*values, tail[1].squeeze(0)], seen
+                stacked, [*keys, own_keys], [*values, own_values], seen
             )
         sunk = None if sinks is None else _sunk(sinks, stacked.shape[0], 1, width)
         return span_attention.ungrouped(span_attention.merged([part], sunk), 1, heads)
@@ -157,9 +166,10 @@ class LayerDecode:
         else:
             tail_keys, tail_values = tails.read(self.layer, self.step.slots, columns)
         kv_heads = tail_keys.shape[1]
+        own_keys, own_values = self._of_tails(tail_keys, tail_values)
         r = heads // kv_heads * self.step.width
         stacked = span_attention.grouped(queries, kv_heads)
-        partials = [self._tail_partial(queries, tail_keys, tail_values, layout)]
+        partials = [self._tail_partial(queries, own_keys, own_values, layout)]
         before = [partials[0].mixed] * self.device.lanes
         """Last result of each lane; the codes of its next read are decoded only after it."""
         for level in layout.levels:
@@ -167,7 +177,7 @@ class LayerDecode:
             row = 0
             for number, shared in enumerate(level):
                 if shared.first > row:
-                    parts_read.append(_nothing(stacked, (shared.first - row) * r, tail_values))
+                    parts_read.append(_nothing(stacked, (shared.first - row) * r, own_values))
                 place = number % self.device.lanes
                 with self.device.lane(number if len(level) > 1 else None):
                     parts_read.append(self._shared_partial(stacked, shared, r, before[place]))
@@ -177,7 +187,7 @@ class LayerDecode:
                     before = [parts_read[-1].mixed] * self.device.lanes
                 row = shared.last
             if row < b:
-                parts_read.append(_nothing(stacked, (b - row) * r, tail_values))
+                parts_read.append(_nothing(stacked, (b - row) * r, own_values))
             partials.append(_side_by_side(parts_read))
         sunk = None if sinks is None else _sunk(sinks, kv_heads, b, self.step.width)
         return span_attention.ungrouped(span_attention.merged(partials, sunk), b, heads)
@@ -185,7 +195,7 @@ class LayerDecode:
     def _shared_partial(
         self, stacked: mx.array, shared: SharedRead, r: int, after: mx.array
     ) -> Partial:
-        keys, values = read_sides(shared.pieces, self.layer, self.device)
+        keys, values = self._read(shared.pieces)
         seen = None if shared.seen is None else _for_stacked(shared.seen, r)
         rows = stacked
         if stacked.shape[1] != (shared.last - shared.first) * r:
@@ -193,10 +203,10 @@ class LayerDecode:
         return self.device.attend_decode(rows, keys, values, seen, after)
 
     def _tail_partial(
-        self, queries: mx.array, keys: mx.array, values: mx.array, layout: AttentionPlan
+        self, queries: mx.array, keys: KVData, values: mx.array, layout: AttentionPlan
     ) -> Partial:
         b, heads, n, d = queries.shape
-        kv_heads = keys.shape[1]
+        kv_heads = values.shape[1]
         r = heads // kv_heads * n
         scores = span_attention.score(queries.reshape(b, kv_heads, r, d), [keys], self.device)
         if layout.tail_seen is not None:

@@ -85,8 +85,8 @@ def doctor(
     """Show back end, BLAS and its speed, memory, versions, and any problems.
 
     With a model, also show the library that loads it, and how the engine reads keys and values,
-    with the reasons. They are read in place (shared), or concatenated layer by layer (joined). For
-    a model that the engine cannot run, show the reason.
+    with the reasons. They are read in place (shared, latent), or concatenated layer by layer
+    (joined). For a model that the engine cannot run, show the reason.
 
     Exits with 0 if there is no problem, 1 if one makes penstock slow or unusable.
     """
@@ -241,7 +241,11 @@ def _add_fit(rows: list[tuple[str, str]], fit: FitnessReport) -> None:
     if fit.way is None:
         rows.append(("  engine", "cannot run it"))
         return
-    where = {"shared": "read in place", "joined": "concatenated layer by layer in each step"}
+    where = {
+        "shared": "read in place",
+        "latent": "latents, read in place where a step has one token a sequence",
+        "joined": "concatenated layer by layer in each step",
+    }
     rows.append(("  engine", f"{fit.way}: keys and values are {where[fit.way]}"))
     rows.append(("  because", fit.why))
     if fit.modules:

@@ -77,7 +77,7 @@ class FitnessReport:
     kv_bytes_per_token: int
     """KV bytes per token over all layers; recurrent layers have none."""
     way: Way | None
-    """Mode in which the engine reads KV, `shared` or `joined`; None if it cannot run the model."""
+    """Mode in which the engine reads KV; None if it cannot run the model."""
     why: str
     modules: tuple[str, ...]
     codes_errors: dict[str, float] = field(default_factory=dict)

@@ -131,7 +131,7 @@ def _check_attends(limits: EngineSettings, runner: Runner) -> None:
     """Raise SettingError if decode steps of the model cannot select tokens (`attend_tokens`)."""
     if limits.attend_tokens is None:
         return
-    if runner.fitness.way == "joined":
+    if runner.fitness.way != "shared":
         raise SettingError(
             f"attend_tokens (--attend-tokens) does not work with this model: {runner.fitness.why}, "
             f"so it reads contiguous keys and values; leave it out"

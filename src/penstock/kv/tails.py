@@ -157,6 +157,8 @@ class Tails:
         places = columns[:, None] + mx.arange(keys.shape[2])
         for buffers, new in ((self._keys, keys), (self._values, values)):
             buffer = buffers[layer]
+            if not buffer.size:  # an index may have no values; MLX would divide by zero
+                continue
             buffer[slots[:, None], :, places] = new.swapaxes(1, 2)
 
     def write_block(

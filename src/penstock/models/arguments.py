@@ -21,6 +21,12 @@ def expanded_numbers(model: nn.Module) -> int:
     return keys + values if keys and values else 0
 
 
+def absorbs(model: nn.Module) -> bool:
+    """Return whether a model with latent attention absorbs the latents' products, as MLA does."""
+    named: list[tuple[str, nn.Module]] = model.named_modules()  # type: ignore[no-untyped-call]
+    return any(name.rpartition(".")[2] == "embed_q" for name, _ in named)
+
+
 def positions(model: nn.Module) -> int | None:
     """Return the context length of a model in tokens; None if unknown."""
     return min(

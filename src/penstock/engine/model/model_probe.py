@@ -16,7 +16,8 @@ from mlx.utils import tree_flatten
 
 from penstock.attention.attention_backend import DecodeStep
 from penstock.attention.attention_plan import DecodeRow
-from penstock.attention.reads import decode_reads
+from penstock.attention.latent_reads import check_read, latent_reads
+from penstock.attention.reads import Reads, decode_reads
 from penstock.attention.span_attention import AttentionWindow
 from penstock.errors import ModelError
 from penstock.kv.segment import KVSpan, Segment
@@ -24,6 +25,7 @@ from penstock.kv.states import RecurrentState, States, arrays, stacked
 from penstock.kv.tails import LayerShape, Tails
 from penstock.models import mlx_lm as seam
 from penstock.models.adapters import adapters_of
+from penstock.models.arguments import absorbs
 from penstock.models.headless import vocabulary_of
 
 LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
@@ -32,7 +34,7 @@ ACTIVATIONS = 2
 """Approximate number of values alive per output value of a layer's matrix products."""
 MOST_EXPERTS = 8
 """Assumed maximum number of experts per token in a layer."""
-Way = Literal["shared", "joined"]
+Way = Literal["shared", "latent", "joined"]
 PROBE = (3, 1, 4, 1, 5, 2)
 """Token ids of the test prompt, valid in every vocabulary."""
 TOLERANCE = {mx.float32: 1e-3}
@@ -46,7 +48,8 @@ class Fitness:
     """Attention path of a model, and how it was determined."""
 
     way: Way
-    """`shared`: attend to each span in place; `joined`: copy the spans of a layer together
+    """`shared`: attend to each span in place; `latent`: the same to the latents of MLA, in steps
+    with one new token per row, else as `joined`; `joined`: copy the spans of a layer together
     first."""
     why: str
     modules: tuple[str, ...]
@@ -158,6 +161,12 @@ def try_model(runner: ProbedRunner, modules: tuple[str, ...]) -> tuple[Fitness, 
             if not runner.attention_windows:
                 why = "it has no attention"
             return Fitness("shared", why, modules), vocabulary_size
+    if not runner.layout.compresses and absorbs(runner.model):
+        latents = _difference(runner, "latent", expected)
+        if not latents:
+            why = "its latents go through mlx-lm's attention function"
+            return Fitness("latent", why, modules), vocabulary_size
+        why = f"{why}; its latents: {latents}"
     wrong = _difference(runner, "joined", expected)
     if wrong and _difference(runner, "joined", expected, whole=True):
         raise ModelError(f"the engine cannot run this model: {why}; joined, {wrong}")
@@ -207,8 +216,8 @@ def _probe(runner: ProbedRunner, way: Way, *, whole: bool) -> tuple[mx.array, mx
         recurrent_states.append(RecurrentState(output.states))
     runner.take_forms(chunk.segment, [state.states for state in recurrent_states])
     rows = [DecodeRow(path, path[-1].end, slot, 0) for slot, path in enumerate(paths)]
-    if way == "shared":
-        _check_fresh(runner, first[:half], chunk.states)
+    if way != "joined":
+        _check_fresh(runner, first[:half], chunk.states, way)
     logits = _decoded(runner, way, (before, last), rows, recurrent_states)
     dtype = runner.shapes[0].dtype if runner.shapes else logits.dtype
     logits = logits.astype(mx.float32)
@@ -234,17 +243,27 @@ def _decoded(
         ]
         return mx.concatenate(row_logits)
     step = DecodeStep.of(runner.device, rows, tails)
-    readers = decode_reads(step, runner.attention_windows)
+    readers = step_reads(way, step, runner.attention_windows)
     caches, _ = runner.layout.caches(readers, stacked(recurrent_states))
-    return runner.last_logits([[token] for token in tokens], caches)
+    logits = runner.last_logits([[token] for token in tokens], caches)
+    check_read(readers)
+    return logits
 
 
-def _check_fresh(runner: ProbedRunner, tokens: Sequence[int], expected: States) -> None:
+def step_reads(
+    way: Way, step: DecodeStep, attention_windows: Sequence[AttentionWindow]
+) -> Sequence[Reads]:
+    """Return the caches for a decode step that reads KV in place, one per layer."""
+    make = latent_reads if way == "latent" else decode_reads
+    return make(step, attention_windows)
+
+
+def _check_fresh(runner: ProbedRunner, tokens: Sequence[int], expected: States, way: Way) -> None:
     """Raise ModelError unless the initial states of the recurrent layers are zeros.
 
     Otherwise rows without states could not be batched with others.
     """
-    states = runner.chunk(tokens, [], 0, runner.fresh_state(), "shared").states
+    states = runner.chunk(tokens, [], 0, runner.fresh_state(), way).states
     for actual, reference in zip(arrays(states), arrays(expected), strict=True):
         if not mx.allclose(actual, reference, rtol=1e-3, atol=1e-5).item():
             raise ModelError("its recurrent layers do not start from zeros")

@@ -26,7 +26,13 @@ from penstock.attention.joined_reads import JoinedReads
 from penstock.attention.reads import DecodeReads, DraftedBlockReads, decode_reads
 from penstock.attention.selection.selection import READ_ALL
 from penstock.attention.span_attention import ALL_TOKENS, AttentionWindow
-from penstock.engine.model.model_probe import Way, step_token_bytes, try_model, weight_bytes
+from penstock.engine.model.model_probe import (
+    Way,
+    step_reads,
+    step_token_bytes,
+    try_model,
+    weight_bytes,
+)
 from penstock.errors import ModelError
 from penstock.kv.codecs.coded import Scales
 from penstock.kv.codecs.scales import Squares
@@ -233,7 +239,7 @@ class Runner:
     @property
     def expanded_numbers(self) -> int:
         """Numbers per head and cached token that a step with several tokens per row expands."""
-        return expanded_numbers(self.model) if self.fitness.way == "joined" else 0
+        return 0 if self.fitness.way == "shared" else expanded_numbers(self.model)
 
     @property
     def keeps(self) -> list[str]:
@@ -298,7 +304,7 @@ class Runner:
                 all of them.
         """
         tails.ready()
-        if self.fitness.way == "joined":
+        if self._joins(len(tokens[0])):
             outputs = [
                 self.decode_joined(new, row, tails, recurrent_state)
                 for new, row, recurrent_state in zip(
@@ -316,7 +322,9 @@ class Runner:
             if recurrent_states
             else None
         )
-        caches, kept = self.layout.caches(decode_reads(step, self.attention_windows), states)
+        caches, kept = self.layout.caches(
+            step_reads(self.fitness.way, step, self.attention_windows), states
+        )
         if self.states_by_token and len(tokens[0]) > 1:
             for cache in kept:
                 cache.by_token = True
@@ -328,6 +336,11 @@ class Runner:
             logits = self.model(mx.array([list(new) for new in tokens]), cache=caches, **more)
         left = unpinned(seam.states_of(kept))
         return DecodeOutput(logits, [RecurrentState(left, row) for row in range(len(rows))])
+
+    def _joins(self, width: int) -> bool:
+        """Return whether a step with `width` new tokens per row reads contiguous KV."""
+        way = self.fitness.way
+        return way == "joined" or (way == "latent" and width > 1)
 
     @property
     def predicts(self) -> bool:
@@ -357,9 +370,13 @@ class Runner:
             ]
             logits, after = (mx.concatenate(list(side)) for side in zip(*by_row, strict=True))
             return logits[:, 0], after
-        layer = len(self.attention_windows) - 1
         step = self._decode_step(rows, tails, 1)
-        reads = DecodeReads(step, layer, self.attention_windows[layer])
+        if self.fitness.way == "latent":  # with an index, the head has two caches
+            latents = step_reads("latent", step, self.attention_windows)
+            reads, _ = self.layout.caches(latents, None)[0][-1]
+        else:
+            layer = len(self.attention_windows) - 1
+            reads = DecodeReads(step, layer, self.attention_windows[layer])
         with decoding(self.device), adapted([row.adapter for row in rows]):
             logits, after = self.model.predict(mx.array(list(tokens))[:, None], hidden, reads)
         return logits[:, 0], after
@@ -555,7 +572,7 @@ class Runner:
         Computed from the magnitudes of keys and queries on a fixed sequence of tokens. Empty for
         models whose own attention is used, because their queries are not accessible.
         """
-        if self.fitness.way == "joined":
+        if self.fitness.way != "shared":
             return ()
         draw = random.Random(SCALES_SEED)
         squares = [Squares() for _ in self.attention_windows]
@@ -622,7 +639,7 @@ class Runner:
         choose: bool = False,
     ) -> Sequence[ChunkReads | JoinedReads | RowReads]:
         """Return one reader per layer; `read_whole` if all logits are needed."""
-        if way == "joined":
+        if way != "shared":
             return self._joined_reads(parts, position, None)
         # The last layer's attention is needed only for logits, or for states of later layers.
         eager = read_whole or self.is_recurrent or self._passes_on

@@ -16,7 +16,7 @@ def figures_of(runner: Runner) -> ModelFigures:
         state_bytes=runner.state_bytes,
         windows=tuple(runner.distinct_windows),
         whole=runner.fitness.whole,
-        joined=runner.fitness.way == "joined",
+        joined=runner.fitness.way != "shared",
         compresses=runner.layout.compresses,
         is_recurrent=runner.is_recurrent,
         vocabulary_size=runner.vocabulary_size,
