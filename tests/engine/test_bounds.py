@@ -135,7 +135,7 @@ CASES = [
     case("joined", 900, least_tokens=450, model_type="gemma2", num_hidden_layers=3),
     case("joined, float16", 900, 2, least_tokens=450, model_type="gemma2", torch_dtype="float16"),
     Case("latents", 900, family="deepseek_v3"),
-    Case("latents, chosen", 900, family="deepseek_v32"),
+    Case("latents, by an index of the model's own", 900, family="deepseek_v32"),
     Case("compressed", 700, family="deepseek_v41"),
     Case(
         "as mlx-lm cuts a prompt",
@@ -278,6 +278,7 @@ CROSSED = [
         settings=(("block_size", 256), ("prefill_chunk", 16)),
         family="jamba",
     ),
+    Case("a choice of latents", 300, settings=(("attend_tokens", 128),), family="deepseek_v3"),
     case("a block above a window", 450, MAX_KV_SIZE=32, BLOCK_SIZE=128, PREFILL_CHUNK=128),
 ]
 """Settings that cross each other."""

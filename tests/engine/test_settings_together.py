@@ -55,6 +55,8 @@ SIZES = {
 CODECS = {"kivi": {"kv_cache_quantization": "kivi4"}}
 MODELS = {
     "a model of joined keys and values": "gemma2",
+    "a model of latents": "deepseek_v3",
+    "a model with an index of its own": "deepseek_v32",
     "a model with recurrent layers": "falcon_h1",
     "a model with sliding windows": "cohere2",
     "a model whose layers compress": "deepseek_v41",
@@ -71,6 +73,7 @@ NEEDS = {
     "kivi": ["kv_cache_quantization"],
     "whole layers for each machine": ["several machines"],
     "a model whose layers compress": ["a model of joined keys and values"],
+    "a model with an index of its own": ["a model of latents"],
 }
 """What has the limits of others as well, because it is nothing without them."""
 FEATURES = [*SETTINGS, *CODECS, *MODELS, *MACHINES]

@@ -18,9 +18,19 @@ from mlx_lm.models import cache as theirs
 from mlx_lm.models import deepseek_v3, deepseek_v32
 from parity_models import SHARED, Step, assert_same, generate, model_of, prompt_of
 
-from penstock.attention import latent_decode
+from penstock.attention import devices, latent_decode
+from penstock.attention.attention_backend import DecodeStep
+from penstock.attention.attention_plan import DecodeRow
+from penstock.attention.latent_reads import latent_reads
+from penstock.attention.selection.key_index import KeyIndex
+from penstock.attention.selection.selection import READ_ALL, Selection
+from penstock.attention.span_attention import AttentionWindow
 from penstock.engine.core import Core
 from penstock.engine.model import model_probe
+from penstock.errors import SettingError
+from penstock.kv.codecs.names import parse_scheme
+from penstock.kv.segment import KVSpan, Segment
+from penstock.kv.tails import LayerShape, Tails
 from penstock.models import own_indexes
 
 SMALL: dict[str, Any] = {"memory_limit": "400MB", "block_size": 16, "prefill_chunk": 32}
@@ -169,6 +179,125 @@ def test_index_scores_choose_what_the_model_chooses(count: int) -> None:
     scores = mx.concatenate([index.scores(0, keys[:, :7]), index.scores(0, keys[:, 7:])])
     ours = mx.argpartition(scores, kth=-index.budget)[-index.budget :]
     assert set(ours.tolist()) == set(chosen.flatten().tolist())
+
+
+# ---- a choice by the key index
+
+
+RANK, ROPE, HEADS = 64, 32, 4
+NEEDLES = (100, 211, 333, 470)
+"""One for each head, in the rotated part of its key alone."""
+
+
+def attended(
+    selection: Selection, codec: str | None = None, *, blind: bool = False
+) -> tuple[mx.array, mx.array]:
+    """Attend with one row of 600 tokens in two segments; also return the expected result.
+
+    Args:
+        codec: name of the segments' codec.
+        blind: whether the index is made of keys without their rotated parts.
+    """
+    mx.random.seed(7)
+    count, cut = 600, 352
+    queries = mx.random.normal((1, HEADS, 1, RANK + ROPE))
+    latents, rotated = (mx.random.normal((1, 1, count + 1, dim)) for dim in (RANK, ROPE))
+    for head, place in enumerate(NEEDLES):
+        query = queries[0, head, 0, RANK:]
+        rotated[0, 0, place] = query * (60 / float((query * query).sum()))
+    scores = queries[0, :, 0] @ mx.concatenate([latents, rotated], axis=-1)[0, 0].T
+    expected = mx.softmax(scores, axis=-1) @ latents[0, 0]
+    spans, device = [], devices.current()
+    for start, stop in ((0, cut), (cut, count)):
+        segment = Segment(((latents[:, :, start:stop], rotated[:, :, start:stop]),)).owned()
+        if codec is not None:
+            segment = segment.encoded(parse_scheme(codec), device)
+        seen = segment
+        if blind:
+            first, second = segment.layers[0]
+            seen = Segment(((first, mx.zeros_like(second)),))
+        index = selection.index.indexed(seen, start, device).index
+        spans.append(KVSpan(replace(segment, index=index), start, stop - start))
+    tails = Tails(1, 1, [LayerShape(1, RANK, ROPE, mx.float32)])
+    tails.ready()
+    row = DecodeRow(tuple(spans), count, 0, 0)
+    step = DecodeStep.of(device, [row], tails, selection=selection)
+    (reads,) = latent_reads(step, [AttentionWindow()])
+    rows, turned = reads.update_and_fetch(latents[:, :, -1:], rotated[:, :, -1:])
+    mask = queries[..., RANK:] @ turned.swapaxes(-1, -2)
+    mixed = reads.attend(queries[..., :RANK], rows, rows, 1.0, mask)
+    return mixed[0, :, 0], expected
+
+
+@pytest.mark.parametrize("codec", ["8g32", "4g32"])
+def test_codes_of_latents_are_dequantized(codec: str) -> None:
+    tolerance = {"8g32": 0.02, "4g32": 0.4}[codec]
+    for selection in (READ_ALL, Selection(192, KeyIndex(frozenset([0]), latents=True))):
+        read, expected = attended(selection, codec)
+        assert 1e-4 < float(mx.abs(read - expected).max()) < tolerance
+
+
+@pytest.mark.parametrize("rest", [False, True])
+def test_choice_finds_tokens_by_latent_and_rotated_part(rest: bool) -> None:
+    index = KeyIndex(frozenset([0]), rest, latents=True)
+    read, expected = attended(Selection(192, index))
+    assert mx.allclose(read, expected, atol=1e-3)
+    # Negative control: of these tokens the index has the latents alone.
+    blind, _ = attended(Selection(192, index), blind=True)
+    assert float(mx.abs(blind - expected).max()) > 0.3
+
+
+def test_reading_all_tokens_is_exact() -> None:
+    read, expected = attended(READ_ALL)
+    assert mx.allclose(read, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("rest", [False, True])
+def test_sequences_of_up_to_n_tokens_are_read_whole_and_others_choose(
+    monkeypatch: pytest.MonkeyPatch, rest: bool
+) -> None:
+    read, exactly = list[int](), latent_decode.LatentReader._exactly
+
+    def watched(self: Any, stacked: mx.array, keys: mx.array, values: mx.array) -> Any:
+        read.append(keys.shape[1])
+        return exactly(self, stacked, keys, values)
+
+    monkeypatch.setattr(latent_decode.LatentReader, "_exactly", watched)
+    model, prompt = model_of("deepseek_v3"), (*BASE, *prompt_of(250, 5))
+    with engine(model, attend_tokens=512, speculative_tokens=2) as core:
+        assert core.limits.speculative_tokens == 0, "several tokens of a row choose none"
+        handle = ask(core, prompt, 12)
+        drain(core)
+        assert_same(answer(handle), plain("deepseek_v3", prompt, 12), "whole")
+    assert not read
+    with engine(model, attend_tokens=128, attend_rest=rest) as core:
+        assert core.runner.index_token_bytes > 0
+        alone = ask(core, prompt, 12)
+        drain(core)
+        # Each of two layers, in all steps but the first, which is read whole.
+        assert len(read) == 2 * 11 and max(read) <= 128
+        batch = [ask(core, prompt, 12), ask(core, prompt[:40], 12)]
+        drain(core)
+        assert cached(batch[0]) == len(prompt) - 1
+        assert answer(batch[0]) == answer(alone)
+        assert_same(answer(batch[1]), plain("deepseek_v3", prompt[:40], 12), "short")
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("deepseek_v32", {}),
+        ("deepseek_v3", {"attend_prompt": 256, "block_size": 32}),
+        ("deepseek_v3", {"active_kv_size": 512, "hot_cache_only": False}),
+    ],
+)
+def test_choice_that_latents_do_not_have_is_refused(
+    tmp_path: Path, family: str, settings: dict[str, Any]
+) -> None:
+    if "active_kv_size" in settings:
+        settings = {**settings, "ssd_cache_dir": tmp_path}
+    with pytest.raises(SettingError, match="does not work with this model"):
+        Core(model_of(family), attend_tokens=128, **{**SMALL, **settings})
 
 
 @pytest.mark.parametrize("lazy_parts", [0, 10])

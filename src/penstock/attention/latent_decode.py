@@ -20,7 +20,8 @@ from penstock.attention import span_attention
 from penstock.attention.attention_plan import DecodeRow, plan_attention
 from penstock.attention.joined_reads import read_sides
 from penstock.attention.layer_decode import LayerDecode
-from penstock.attention.span_attention import KVData
+from penstock.attention.selection.selected_reads import ChoiceReader
+from penstock.attention.span_attention import KVData, Partial
 from penstock.kv.codecs.coded import Coded
 from penstock.kv.segment import ColumnRange
 
@@ -83,6 +84,13 @@ class LatentKeys:
         return self  # nothing is decoded
 
 
+class LatentReader(ChoiceReader):
+    """Reader of the blocks that rows choose by the index of their latents."""
+
+    def _exactly(self, stacked: mx.array, keys: mx.array, values: mx.array) -> Partial:
+        return self.ops.attend_decode(stacked, [LatentKeys(keys, values)], [keys])
+
+
 @dataclass(frozen=True, slots=True)
 class ChosenTokens:
     """Tokens that a row reads in a layer, chosen by an index of the model's own."""
@@ -143,6 +151,9 @@ class LatentDecode(LayerDecode):
     def _read(self, pieces: Sequence[ColumnRange]) -> tuple[Sequence[KVData], Sequence[KVData]]:
         latents, rotated = self._arrays(pieces)
         return [LatentKeys(*both) for both in zip(latents, rotated, strict=True)], latents
+
+    def _choice_reader(self) -> ChoiceReader:
+        return LatentReader(self.step.selection, self.device, self.device.facts)
 
     def _of_tails(self, keys: mx.array, values: mx.array) -> tuple[KVData, mx.array]:
         return LatentKeys(keys, values), keys

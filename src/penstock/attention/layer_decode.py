@@ -11,7 +11,7 @@ from penstock.attention import span_attention
 from penstock.attention.attention_backend import AttentionBackend, DecodeStep
 from penstock.attention.attention_plan import AttentionPlan, DecodeRow, SharedRead, plan_attention
 from penstock.attention.joined_reads import read_sides
-from penstock.attention.selection.selected_reads import choose
+from penstock.attention.selection.selected_reads import ChoiceReader, choose
 from penstock.attention.selection.spilled_reads import whole
 from penstock.attention.span_attention import MASKED, AttentionWindow, KVData, Partial
 from penstock.attention.streamed_reads import attend_streamed
@@ -53,12 +53,15 @@ class LayerDecode:
         if not numbers:
             return {}
         step = self.step
-        shape = step.tails.shapes[self.layer]
-        reader = self.device.choice_reader(step.selection, shape.key_dim, shape.value_dim)
+        reader = self._choice_reader()
         if step.width > 1:
             queries = queries.swapaxes(1, 2).reshape(-1, queries.shape[1], 1, queries.shape[3])
         arguments = reader, step.new_tokens, numbers, queries, scale
         return choose(*arguments, self.layer, step.tails, sinks, step.memory)
+
+    def _choice_reader(self) -> ChoiceReader:
+        step, shape = self.step, self.step.tails.shapes[self.layer]
+        return self.device.choice_reader(step.selection, shape.key_dim, shape.value_dim)
 
     def _by_row(
         self, queries: mx.array, chosen: Mapping[int, mx.array], sinks: mx.array | None

@@ -6,8 +6,9 @@ and memory for its keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import mlx.core as mx
@@ -25,6 +26,7 @@ from penstock.engine.model.remembered_keys import remembered_centers, remembered
 from penstock.engine.model.runner import SCALES_CHUNK, Runner
 from penstock.engine.schedule.costs import MemoryEstimator
 from penstock.kv.codecs.coded import Scales
+from penstock.kv.columns import Side
 from penstock.kv.numpy_arrays import Floats
 from penstock.ledger import Kind, Ledger
 from penstock.models.fingerprint import fingerprint
@@ -66,10 +68,13 @@ class Calibration:
         if not selection.layers:
             return selection
         shapes = self._runner.shapes
-        numbers = [RUN_TOKENS * shape.kv_heads * shape.key_dim for shape in shapes]
+        dims = [(shape.kv_heads, selection.index.dims(shape)[0]) for shape in shapes]
+        numbers = [RUN_TOKENS * heads * dim for heads, dim in dims]
         beside = KEY_BYTES * sum(numbers) + LAYER_BYTES * max(numbers, default=0)
         with self._ledger.reserve(Kind.BUFFERS, self._estimator.run_bytes(RUN_TOKENS) + beside):
-            centers = self._remembered(remembered_centers, self._centers)
+            centers = self._remembered(
+                remembered_centers, partial(self._centers, latents=selection.index.latents)
+            )
             return replace(selection, index=replace(selection.index, centers=centers))
 
     def key_scales(self) -> tuple[Scales, ...]:
@@ -89,13 +94,23 @@ class Calibration:
         run_as = (limits.step_tokens, limits.max_kv_size, limits.keep_tokens, repr(runner.device))
         return remembered(f"{self.fingerprint} {run_as}", measure)
 
-    def _centers(self) -> dict[int, KeyCenters]:
+    def _centers(self, *, latents: bool) -> dict[int, KeyCenters]:
         runner = self._runner
         tokens = run_of_tokens(runner.vocabulary_size)
         run = runner.read_run(tokens, 0, self._limits.step_tokens)
         keys: list[Floats | None] = []
         for layer in zip(*(segment.layers for segment in run), strict=True):
-            raw = [side for side, _ in layer if isinstance(side, mx.array)]
-            sides = [np.array(side.astype(mx.float32))[0] for side in raw]
+            runs = [_floats(of_run if latents else of_run[:1]) for of_run in layer]
+            sides = [side for side in runs if side is not None]
             keys.append(np.concatenate(sides, axis=1) if sides else None)
-        return centers_of(runner.model, keys)
+        still = [shape.key_dim for shape in runner.shapes] if latents else ()
+        return centers_of(runner.model, keys, still)
+
+
+def _floats(sides: Sequence[Side]) -> Floats | None:
+    """Return a layer's sides together, (kv_heads, n, dim); None if one is encoded."""
+    raw = [side for side in sides if isinstance(side, mx.array)]
+    if len(raw) < len(sides):
+        return None
+    floats = [np.array(side.astype(mx.float32))[0] for side in raw]
+    return floats[0] if len(floats) == 1 else np.concatenate(floats, axis=-1)

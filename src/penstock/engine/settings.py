@@ -103,8 +103,11 @@ def fitting(
         elif (limits.active_kv_size or 0) >= SPILLED_CHUNK:
             limits = limits.model_copy(update={"prefill_chunk": SPILLED_CHUNK})
     # Ranks would measure different times.
-    # What a step with several tokens expands must fit into the scores of a reserved chunk.
-    expands = limits.prefill_chunk < runner.expanded_numbers
+    # What a step with several tokens expands must fit into the scores of a reserved chunk. Such a
+    # step reads all latents, and chooses none.
+    expands = limits.prefill_chunk < runner.expanded_numbers or (
+        runner.fitness.way == "latent" and limits.attend_tokens is not None
+    )
     if limits.speculative_tokens and (ranks > 1 or expands or not reads_several(runner)):
         limits = limits.model_copy(update={"speculative_tokens": 0})
     _check_attends(limits, runner)
@@ -131,7 +134,17 @@ def _check_attends(limits: EngineSettings, runner: Runner) -> None:
     """Raise SettingError if decode steps of the model cannot select tokens (`attend_tokens`)."""
     if limits.attend_tokens is None:
         return
-    if runner.fitness.way != "shared":
+    if runner.fitness.indexed:
+        raise SettingError(
+            "attend_tokens (--attend-tokens) does not work with this model, which chooses by an "
+            "index of its own; leave it out"
+        )
+    if limits.attend_prompt is not None and runner.fitness.way == "latent":
+        raise SettingError(
+            "attend_prompt (--attend-prompt) does not work with this model, whose prompts read "
+            "expanded latents; leave it out"
+        )
+    if runner.fitness.way == "joined":
         raise SettingError(
             f"attend_tokens (--attend-tokens) does not work with this model: {runner.fitness.why}, "
             f"so it reads contiguous keys and values; leave it out"
@@ -154,6 +167,11 @@ def _check_spills(limits: EngineSettings, runner: Runner, ranks: int) -> None:
     if limits.active_kv_size is None:
         return
     name = f"active_kv_size (--active-kv-size) {limits.active_kv_size}"
+    if runner.fitness.way == "latent":
+        raise SettingError(
+            f"{name} does not work with this model, whose prompts read latents from memory; leave "
+            f"it out"
+        )
     if ranks > 1:
         raise SettingError(
             f"{name} does not work with {ranks} ranks, which would wait for {ranks} disks at "

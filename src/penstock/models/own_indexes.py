@@ -57,6 +57,12 @@ FORMS: dict[tuple[str, str], _Form] = {
 """Function that reads each class of indexes, by its module and name."""
 
 
+def has_index(model: nn.Module) -> bool:
+    """Return whether layers of an attached model choose by an index of their own."""
+    modules: list[nn.Module] = model.modules()  # type: ignore[no-untyped-call]
+    return any(chooser(base) for part in modules for base in type(part).__mro__)
+
+
 @functools.cache
 def chooser(kind: Any) -> type[nn.Module] | None:
     """Return a subclass of an index that chooses by `LatentReads`; None for other classes."""

@@ -34,15 +34,23 @@ def run_of_tokens(vocabulary_size: int) -> list[int]:
     return [draw.randrange(vocabulary_size) for _ in range(RUN_TOKENS)]
 
 
-def centers_of(model: Any, keys: Sequence[Floats | None]) -> dict[int, KeyCenters]:
+def centers_of(
+    model: Any, keys: Sequence[Floats | None], still: Sequence[int] = ()
+) -> dict[int, KeyCenters]:
     """Return the key centers by layer; layers with non-finite keys have none.
 
     Args:
         model: the model, whose RoPE modules are inspected.
         keys: keys of the tokens by layer, (kv_heads, RUN_TOKENS, dim) each; None for a layer
             without an index.
+        still: number of first channels of each layer's keys that RoPE leaves out; none by default.
     """
-    turning = rotations(model, [0 if run is None else run.shape[-1] for run in keys])
+    still = still or [0] * len(keys)
+    dims = [0 if run is None else run.shape[-1] - n for run, n in zip(keys, still, strict=True)]
+    turning = [
+        rotation.behind(n) if n else rotation
+        for rotation, n in zip(rotations(model, dims), still, strict=True)
+    ]
     return {
         number: KeyCenters.of(run, rotation)
         for number, (run, rotation) in enumerate(zip(keys, turning, strict=True))

@@ -51,6 +51,19 @@ class KeyIndex:
     """Centers to subtract from keys before indexing, by layer; may lack layers."""
     codec: Codec = field(default_factory=lambda: Turbo(BITS))
     value_codec: Codec = field(default_factory=lambda: Turbo(BITS, unbiased=False))
+    latents: bool = False
+    """Whether the layers cache latents (MLA): their keys are both sides together, their values the
+    first."""
+
+    def dims(self, shape: LayerShape) -> tuple[int, int]:
+        """Return the sizes of a layer's keys and values as attention reads them."""
+        if self.latents:
+            return shape.key_dim + shape.value_dim, shape.key_dim
+        return shape.key_dim, shape.value_dim
+
+    def value_side(self, segment: Segment, layer: int) -> Side:
+        """Return the side of a layer that has its values."""
+        return segment.layers[layer][0 if self.latents else 1]
 
     def signs(self, key_dim: int) -> int:
         """Return the number of signs per key; their weights are powers of two."""
@@ -60,16 +73,17 @@ class KeyIndex:
         return sum(self._layer_bytes(shapes[layer]) for layer in self.layers)
 
     def _layer_bytes(self, shape: LayerShape) -> int:
-        bits = self.codec.token_bits(shape.key_dim)
+        key_dim, value_dim = self.dims(shape)
+        bits = self.codec.token_bits(key_dim)
         if self.with_values:
-            bits += self.value_codec.token_bits(shape.value_dim)
+            bits += self.value_codec.token_bits(value_dim)
         return shape.kv_heads * bits // 8
 
     def piece_bytes(self, shapes: Sequence[LayerShape]) -> int:
         """Return the maximum working memory for indexing one layer, one side at a time."""
-        sides = [(shapes[n].kv_heads, shapes[n].key_dim) for n in self.layers]
+        sides = [(shapes[n].kv_heads, self.dims(shapes[n])[0]) for n in self.layers]
         if self.with_values:
-            sides += [(shapes[n].kv_heads, shapes[n].value_dim) for n in self.layers]
+            sides += [(shapes[n].kv_heads, self.dims(shapes[n])[1]) for n in self.layers]
         numbers = max((heads * padded(dim) for heads, dim in sides), default=0)
         return int(Codec.buffers * mx.float32.size * PIECE_TOKENS * numbers)
 
@@ -93,9 +107,7 @@ class KeyIndex:
         """
         if not self.with_values:
             return 0
-        sides = (
-            shapes[n].kv_heads * max(shapes[n].key_dim, shapes[n].value_dim) for n in self.layers
-        )
+        sides = (shapes[n].kv_heads * max(self.dims(shapes[n])) for n in self.layers)
         codes = code_bytes(READ_TOKENS * max(sides, default=0))
         return codes + READ_BUFFERS * mx.float32.size * READ_TOKENS * heads
 
@@ -190,11 +202,12 @@ class KeyIndex:
 
         Its parts are the codes and sizes of the keys, and with `with_values` those of the values.
         """
-        index = _encoded(self.codec, keys, ops, self.centers.get(layer), start)
+        sides = [keys, values] if self.latents else [keys]
+        index = _encoded(self.codec, sides, ops, self.centers.get(layer), start)
         index = replace(index, parts=(index.parts[0], _bounded(index.parts[1])))
         if not self.with_values:
             return index
-        codes, sizes = _encoded(self.value_codec, values, ops).parts
+        codes, sizes = _encoded(self.value_codec, [keys if self.latents else values], ops).parts
         return replace(index, parts=(*index.parts, codes, _bounded(sizes)))
 
     def sides(self, index: Coded, value_dim: int) -> tuple[Coded, Coded]:
@@ -205,17 +218,20 @@ class KeyIndex:
 
 def _encoded(
     codec: Codec,
-    side: Side,
+    sides: Sequence[Side],
     ops: AttentionOps,
     centers: KeyCenters | None = None,
     position: int = 0,
 ) -> Coded:
-    """Encode keys or values piece by piece, evaluated; centers need the first token's position."""
-    tokens, pieces = col.columns(side), []
+    """Encode keys or values piece by piece, evaluated; centers need the first token's position.
+
+    Several sides of the same tokens are encoded as one, side by side.
+    """
+    tokens, pieces = col.columns(sides[0]), []
     for start in range(0, tokens, PIECE_TOKENS):
-        piece = col.take(side, start, min(start + PIECE_TOKENS, tokens))
-        numbers = piece.dequantize(ops) if isinstance(piece, Coded) else piece
-        assert isinstance(numbers, mx.array)
+        stop = min(start + PIECE_TOKENS, tokens)
+        parts = [_numbers(col.take(part, start, stop), ops) for part in sides]
+        numbers = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
         if centers is not None:
             first = position + start
             numbers = numbers.astype(mx.float32) - mx.array(
@@ -224,6 +240,12 @@ def _encoded(
         pieces.append(ops.index_codes(codec, numbers))
         mx.eval(pieces[-1].parts)
     return pieces[0] if len(pieces) == 1 else _joined(pieces)
+
+
+def _numbers(side: Side, ops: AttentionOps) -> mx.array:
+    numbers = side.dequantize(ops) if isinstance(side, Coded) else side
+    assert isinstance(numbers, mx.array)
+    return numbers
 
 
 def _bounded(sizes: mx.array) -> mx.array:

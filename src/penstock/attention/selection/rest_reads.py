@@ -88,7 +88,8 @@ def read(
     Returns:
         Partial result in base 2, whose leading axes are (kv_heads, m).
     """
-    index, dim = selection.index, _dim(row.parts[0].segment.layers[layer][1])
+    index = selection.index
+    dim = _dim(index.value_side(row.parts[0].segment, layer))
     transformed = index.codec.transform_query(queries)
     above = HALF_NOISE * (queries * queries).sum(axis=-1, keepdims=True)
     hidden = _hidden(selection, row, blocks)

@@ -65,6 +65,11 @@ class Rotation:
         """Return the identity rotation."""
         return cls.shared(np.zeros(dim), np.arange(dim))
 
+    def behind(self, still: int) -> Rotation:
+        """Return this rotation for keys with `still` channels before, which are not rotated."""
+        partners = np.concatenate([np.arange(still), self.partners + still])
+        return Rotation.shared(np.concatenate([np.zeros(still), self.angles]), partners)
+
     @classmethod
     def of(cls, matrix: Floats) -> Rotation:
         """Derive a rotation from the matrix that rotates keys by one position.

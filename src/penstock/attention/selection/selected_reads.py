@@ -259,19 +259,23 @@ class ChoiceReader:
     ) -> mx.array:
         layer, queries, scale, sinks = asked.layer, asked.queries, asked.scale, asked.sinks
         keys, values = selected_kv(self.selection, row, read, layer, asked.tail, self.ops)
-        if rest is None and self.facts.fuses_attention:
+        if rest is None and self.facts.fuses_attention and not self.selection.index.latents:
             sunk = None if sinks is None else sinks.astype(queries.dtype)
             return mx.fast.scaled_dot_product_attention(
                 queries, keys, values, scale=scale, sinks=sunk
             )
         stacked = span_attention.grouped(span_attention.in_base_2(queries, scale), asked.kv_heads)
-        exact = self.ops.attend_decode(stacked, [keys.squeeze(0)], [values.squeeze(0)])
+        exact = self._exactly(stacked, keys.squeeze(0), values.squeeze(0))
         parts = [exact] if rest is None else [exact, rest]
         sunk = None
         if sinks is not None:
             sunk = sinks.astype(mx.float32).reshape(asked.kv_heads, -1, 1) * LOG2_E
         merged = span_attention.merged(parts, sunk)
         return span_attention.ungrouped(merged, 1, queries.shape[1]).astype(queries.dtype)
+
+    def _exactly(self, stacked: mx.array, keys: mx.array, values: mx.array) -> Partial:
+        """Attend to tokens copied together, (kv_heads, tokens, dim) each."""
+        return self.ops.attend_decode(stacked, [keys], [values])
 
 
 def choose(

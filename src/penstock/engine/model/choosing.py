@@ -15,8 +15,11 @@ def selection(runner: Runner, limits: EngineSettings, *, compiled: bool) -> Sele
     if limits.attend_tokens is None:
         return READ_ALL
     layers = runner.selectable_layers - set(limits.attend_full_layers)
-    index = KeyIndex(layers, limits.attend_rest)
+    latents = runner.fitness.way == "latent"
+    index = KeyIndex(layers, limits.attend_rest, latents=latents)
     chosen = Selection(limits.attend_tokens, index, compiled=compiled)
+    if latents:  # read with MLX's operations
+        return chosen
     for sizes in {(runner.shapes[n].key_dim, runner.shapes[n].value_dim) for n in index.layers}:
         reader = runner.device.choice_reader(chosen, *sizes)
         reader.prepare()

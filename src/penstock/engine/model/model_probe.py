@@ -27,6 +27,7 @@ from penstock.models import mlx_lm as seam
 from penstock.models.adapters import adapters_of
 from penstock.models.arguments import absorbs
 from penstock.models.headless import vocabulary_of
+from penstock.models.own_indexes import has_index
 
 LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 """Pattern of the layer in the name of a weight."""
@@ -57,6 +58,8 @@ class Fitness:
     whole: bool = False
     """Whether results depend on how a prompt is chunked. Then prompts use mlx-lm's chunks, and
     their KV is not shared."""
+    indexed: bool = False
+    """Whether layers with latents choose by an index of the model's own."""
 
 
 class ProbedChunk(Protocol):
@@ -165,7 +168,8 @@ def try_model(runner: ProbedRunner, modules: tuple[str, ...]) -> tuple[Fitness, 
         latents = _difference(runner, "latent", expected)
         if not latents:
             why = "its latents go through mlx-lm's attention function"
-            return Fitness("latent", why, modules), vocabulary_size
+            indexed = has_index(runner.model)
+            return Fitness("latent", why, modules, indexed=indexed), vocabulary_size
         why = f"{why}; its latents: {latents}"
     wrong = _difference(runner, "joined", expected)
     if wrong and _difference(runner, "joined", expected, whole=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.attention.selection.selected_reads import ChoiceReader
 from penstock.engine.model.figures import ChoiceFigures, ModelFigures
 from penstock.engine.model.runner import Runner
 from penstock.models.adapters import adapters_of
@@ -46,6 +47,8 @@ def _choice(runner: Runner) -> ChoiceFigures:
 def _score_bytes(runner: Runner, layer: int) -> tuple[int, int]:
     """Return the bytes per token of a sequence while a step, or a chunk, scores a layer's index."""
     shape, selection = runner.shapes[layer], runner.selection
-    reader = runner.device.choice_reader(selection, shape.key_dim, shape.value_dim)
+    reader = ChoiceReader(selection, runner.device, runner.device.facts)
+    if not selection.index.latents:
+        reader = runner.device.choice_reader(selection, shape.key_dim, shape.value_dim)
     heads = runner.heads, shape.kv_heads
     return reader.score_bytes(*heads), reader.chunk_score_bytes(*heads)
