@@ -124,11 +124,34 @@ def test_text_is_equal_cold_warm_batched_and_restored(
         assert_same(answer(handle), plain(family, BASE, 12), "restored")
 
 
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("deepseek_v3", {}), ("deepseek_v32", {}), ("deepseek_v3", {"attend_tokens": 128})],
+    ids=["all", "own index", "choice"],
+)
+def test_proposals_are_checked_on_latents_in_place(family: str, settings: dict[str, int]) -> None:
+    prompt, texts = (*BASE[:40] * 4, *BASE[:9]), []
+    for tokens in (0, 4):
+        with engine(model_of(family), speculative_tokens=tokens, **settings) as core:
+            fitness = core.runner.fitness
+            assert (fitness.way, fitness.several) == ("latent", True)
+            assert core.limits.speculative_tokens == tokens
+            handles = [ask(core, each, 24) for each in (prompt, prompt[:130], BASE)]
+            drain(core)
+            texts.append(list(map(answer, handles)))
+            if not settings:
+                for handle in handles:
+                    expected = plain(family, handle.request.prompt, 24)
+                    assert_same(answer(handle), expected, "with proposals")
+            assert (core.view.stats().proposed_tokens > 0) is (tokens > 0)
+    assert texts[0] == texts[1]
+
+
 def test_text_depends_on_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the index scores nothing."""
     scores = own_indexes.HeadSumIndex.scores
     monkeypatch.setattr(
-        own_indexes.HeadSumIndex, "scores", lambda self, row, keys: 0 * scores(self, row, keys)
+        own_indexes.HeadSumIndex, "scores", lambda self, *where: 0 * scores(self, *where)
     )
     with engine(model_of("deepseek_v32")) as core:
         handle = ask(core, BASE, 12)
@@ -176,7 +199,7 @@ def test_index_scores_choose_what_the_model_chooses(count: int) -> None:
     if count <= index.budget:
         assert chosen is None
         return
-    scores = mx.concatenate([index.scores(0, keys[:, :7]), index.scores(0, keys[:, 7:])])
+    scores = mx.concatenate([index.scores(0, 0, keys[:, :7]), index.scores(0, 0, keys[:, 7:])])
     ours = mx.argpartition(scores, kth=-index.budget)[-index.budget :]
     assert set(ours.tolist()) == set(chosen.flatten().tolist())
 
@@ -264,8 +287,7 @@ def test_sequences_of_up_to_n_tokens_are_read_whole_and_others_choose(
 
     monkeypatch.setattr(latent_decode.LatentReader, "_exactly", watched)
     model, prompt = model_of("deepseek_v3"), (*BASE, *prompt_of(250, 5))
-    with engine(model, attend_tokens=512, speculative_tokens=2) as core:
-        assert core.limits.speculative_tokens == 0, "several tokens of a row choose none"
+    with engine(model, attend_tokens=512) as core:
         handle = ask(core, prompt, 12)
         drain(core)
         assert_same(answer(handle), plain("deepseek_v3", prompt, 12), "whole")

@@ -103,20 +103,21 @@ class ChosenTokens:
 
 @dataclass(frozen=True, slots=True)
 class LatentDecode(LayerDecode):
-    """Decode attention of a layer with latents, for one new token per row."""
+    """Decode attention of a layer with latents."""
 
     def attend_chosen(
         self, queries: mx.array, scale: float, chosen: Mapping[int, ChosenTokens]
     ) -> mx.array:
-        """Attend like `attend`; rows in `chosen` read these tokens only."""
+        """Attend like `attend`; the new tokens in `chosen` read these tokens only."""
         if not chosen:
             return self.attend(queries, scale, None)
         in_base_2 = span_attention.in_base_2(queries, scale)
         mx.async_eval([choice.columns for choice in chosen.values()])  # type: ignore[no-untyped-call]
-        outputs = {
-            number: self._attend_to(in_base_2[number : number + 1], self.step.rows[number], choice)
-            for number, choice in chosen.items()
-        }
+        outputs, rows = dict[int, mx.array](), self.step.new_tokens
+        for number, choice in chosen.items():
+            row, token = divmod(number, self.step.width)
+            own = in_base_2[row : row + 1, :, token : token + 1]
+            outputs[number] = self._attend_to(own, rows[number], choice)
         result = self._by_row(in_base_2, outputs, None)
         return result if result.dtype == queries.dtype else result.astype(queries.dtype)
 

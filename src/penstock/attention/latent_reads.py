@@ -7,7 +7,7 @@ that uses them in any other way fails its self-test, and reads contiguous KV ins
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,11 +45,26 @@ class RotatedColumns(mx.array):
 
 
 @dataclass(frozen=True, slots=True)
+class ExpandedRows:
+    """Keys or values of all heads that a model would expand the latents to; never computed.
+
+    For a step with several tokens per row, models expand all latents instead of multiplying the
+    queries.
+    """
+
+    rows: LatentRows
+    absorb: Callable[[mx.array], mx.array]
+    """Multiplies queries (b, heads, n, dim) by what makes keys of latents: (b, heads, n, rank)."""
+    expand: Callable[[mx.array], mx.array]
+    """Makes values of mixed latents, (b, heads, n, rank)."""
+
+
+@dataclass(frozen=True, slots=True)
 class RotatedQueries:
     """Scores of rotated parts that are not computed yet; the model hands them over as its mask."""
 
     queries: mx.array
-    """Scaled queries, (b, heads, 1, rope)."""
+    """Scaled queries, (b, heads, n, rope)."""
     rows: RotatedRows
 
 
@@ -60,11 +75,12 @@ class OwnIndex(Protocol):
     def budget(self) -> int:
         """Maximum number of tokens that a row reads."""
 
-    def scores(self, row: int, keys: mx.array) -> mx.array:
-        """Return the scores (n,) of consecutive tokens for a row.
+    def scores(self, row: int, token: int, keys: mx.array) -> mx.array:
+        """Return the scores (n,) of consecutive tokens for a new token.
 
         Args:
             row: index of the row in the step.
+            token: index of the new token in the row.
             keys: index keys of a part of the row's tokens, (1, n, dim).
         """
 
@@ -87,19 +103,19 @@ class LatentReads(Reads):
         self.offset = step.offset
         self.chooses_for = chooses_for
         self.chosen: dict[int, ChosenTokens] = {}
-        """Tokens that rows read if an index chooses them, by the row's index in the step."""
+        """Tokens that new tokens read if an index chooses them, by `DecodeStep.new_tokens`."""
         self.is_read = False
         """Whether attention, or a known index, has read this cache."""
 
     def make_mask(  # type: ignore[override]
         self, n: int, return_array: bool = False, window_size: int | None = None
     ) -> None:
-        """Return None, as mlx-lm's caches do for one token; TypeError for windows of a mask."""
-        if n > 1 or window_size is not None:
+        """Return None, because attention hides what is not visible; TypeError for windows."""
+        if window_size is not None:
             raise TypeError("this model reads latents with masks; it needs joined ones")
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append the new tokens' latents and rotated parts, (b, 1, 1, dim), to the tails.
+        """Append the new tokens' latents and rotated parts, (b, 1, n, dim), to the tails.
 
         Returns arrays that stand for those of all tokens.
         """
@@ -123,13 +139,24 @@ class LatentReads(Reads):
     def attend(
         self,
         queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
+        keys: Any,
+        values: Any,
         scale: float,
         mask: object,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Attend with absorbed queries, (b, heads, 1, rank), to the latents of all tokens."""
+        """Attend to the latents of all tokens: (b, heads, n, dim) -> (b, heads, n, dim).
+
+        Args:
+            queries: queries of all heads; already multiplied, unless the keys are `ExpandedRows`.
+            keys: result of `update_and_fetch`, or what the model made of it.
+            values: the same.
+            mask: scores of the rotated parts.
+        """
+        if isinstance(keys, ExpandedRows) and isinstance(values, ExpandedRows):
+            rows = keys.rows if keys.rows is values.rows else None
+            absorbed = keys.absorb(queries)
+            return values.expand(self.attend(absorbed, rows, rows, scale, mask, sinks))
         given = self._given
         if given is None or keys is not given[0] or values is not given[0] or sinks is not None:
             raise TypeError("this model changes its latents after they were cached")
@@ -143,16 +170,16 @@ class LatentReads(Reads):
         return decode.attend_chosen(both, 1.0, self.chosen)
 
     def choose(self, index: OwnIndex, keys: mx.array) -> None:
-        """Append index keys of the new tokens, (b, 1, 1, dim), and choose tokens for each row.
+        """Append index keys of the new tokens, (b, 1, n, dim), and choose tokens for each of them.
 
-        A row that sees no more than `index.budget` tokens reads all. Nothing is evaluated.
+        A token that sees no more than `index.budget` tokens reads all. Nothing is evaluated.
         """
         assert self.chooses_for is not None
         self.is_read = True
         value_dim = self.step.tails.shapes[self.layer].value_dim
         keys, _ = self._write(keys, mx.zeros((*keys.shape[:3], value_dim), keys.dtype))
         decode = LatentDecode(self.step.device, self.step, self.layer, self.attention_window)
-        for number, row in enumerate(self.step.rows):
+        for number, row in enumerate(self.step.new_tokens):
             choice = self._choice(decode, index, number, row)
             if choice is not None:
                 self.chooses_for.chosen[number] = choice
@@ -172,7 +199,10 @@ class LatentReads(Reads):
             for side in read_sides(pieces, self.layer, step.device)[0]
         ]
         scores = mx.concatenate(
-            [index.scores(number, part.astype(dtype)) for part in (*parts, tail.squeeze(0))]
+            [
+                index.scores(*divmod(number, step.width), part.astype(dtype))
+                for part in (*parts, tail.squeeze(0))
+            ]
         )
         seen = self._seen(row, count)
         if seen is not None:
@@ -206,7 +236,7 @@ def check_read(reads: Sequence[Reads]) -> None:
 def latent_reads(
     step: DecodeStep, attention_windows: Sequence[AttentionWindow]
 ) -> list[LatentReads]:
-    """Return the caches for a decode step with one new token per row, one per layer."""
+    """Return the caches for a decode step, one per layer."""
     reads: list[LatentReads] = []
     for layer, attention_window in enumerate(attention_windows):
         before = reads[-1] if reads else None

@@ -243,7 +243,7 @@ def _add_fit(rows: list[tuple[str, str]], fit: FitnessReport) -> None:
         return
     where = {
         "shared": "read in place",
-        "latent": "latents, read in place where a step has one token a sequence",
+        "latent": "latents, read in place in decode steps",
         "joined": "concatenated layer by layer in each step",
     }
     rows.append(("  engine", f"{fit.way}: keys and values are {where[fit.way]}"))

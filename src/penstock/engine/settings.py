@@ -106,7 +106,7 @@ def fitting(
     # What a step with several tokens expands must fit into the scores of a reserved chunk. Such a
     # step reads all latents, and chooses none.
     expands = limits.prefill_chunk < runner.expanded_numbers or (
-        runner.fitness.way == "latent" and limits.attend_tokens is not None
+        not runner.fitness.several and limits.attend_tokens is not None
     )
     if limits.speculative_tokens and (ranks > 1 or expands or not reads_several(runner)):
         limits = limits.model_copy(update={"speculative_tokens": 0})

@@ -13,11 +13,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from penstock.attention.attention_backend import AttentionBackend
-from penstock.attention.latent_reads import LatentRows
+from penstock.attention.latent_reads import ExpandedRows, LatentRows
 from penstock.attention.reads import Reads
 from penstock.caches.codec import TurboQuant
 from penstock.caches.selective import SelectiveKVCache
 from penstock.kv.checks import loaded_model
+from penstock.models.latent_products import absorber
 from penstock.models.own_indexes import chooser
 
 _ATTENTION = "scaled_dot_product_attention"
@@ -33,14 +34,14 @@ def attach(model: nn.Module) -> tuple[str, ...]:
     In the Python modules of the model's classes, `scaled_dot_product_attention` is replaced by a
     dispatcher. It calls the cache's own attention for the engine's caches, a `TurboQuantKVCache` or
     a `SelectiveKVCache`, and mlx-lm's function for all others. The classes of linear layers and
-    embeddings are replaced by this module's, those of indexes by `own_indexes`'. Nothing else is
-    patched. Idempotent.
+    embeddings are replaced by this module's, those of indexes by `own_indexes`', and those of
+    products with latents by `latent_products`'. Nothing else is patched. Idempotent.
     """
     loaded_model("attach", model)
     named: list[tuple[str, nn.Module]] = model.named_modules()  # type: ignore[no-untyped-call]
     names = {type(module).__module__ for _, module in named}
     for name, part in named:
-        kind = _SEAMS.get(type(part)) or chooser(type(part))
+        kind = _SEAMS.get(type(part)) or chooser(type(part)) or absorber(type(part))
         if kind is not None:
             part.__class__ = kind
         if name.rpartition(".")[2] == HEAD:
@@ -68,7 +69,7 @@ def _dispatching(theirs: Any) -> Any:
         mask: Any,
         sinks: mx.array | None = None,
     ) -> Any:
-        if isinstance(keys, LatentRows) and not isinstance(cache, Reads):
+        if isinstance(keys, LatentRows | ExpandedRows) and not isinstance(cache, Reads):
             cache = cache[0]  # with an index, a layer passes on both of its caches
         if isinstance(cache, Reads):
             return cache.attend(queries, keys, values, scale, mask, sinks)

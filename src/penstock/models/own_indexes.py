@@ -23,22 +23,22 @@ class HeadSumIndex:
     """Index of DeepSeek V3.2: a weighted sum of the positive scores of all index heads."""
 
     queries: mx.array
-    """Queries of the rows, (b, heads, 1, dim)."""
+    """Queries of the new tokens, (b, heads, n, dim)."""
     weights: mx.array
-    """Weights of the heads, (b, heads, 1, 1)."""
+    """Weights of the heads, (b, heads, n, 1)."""
     budget: int
 
-    def scores(self, row: int, keys: mx.array) -> mx.array:
-        """Return the scores (n,) of index keys (1, n, dim) for a row."""
-        rows = slice(row, row + 1)
-        products = mx.maximum(self.queries[rows] @ keys[None].swapaxes(-1, -2), 0)
-        return (products * self.weights[rows]).sum(axis=1).reshape(-1)
+    def scores(self, row: int, token: int, keys: mx.array) -> mx.array:
+        """Return the scores (n,) of index keys (1, n, dim) for a new token."""
+        place = slice(row, row + 1), slice(None), slice(token, token + 1)
+        products = mx.maximum(self.queries[place] @ keys[None].swapaxes(-1, -2), 0)
+        return (products * self.weights[place]).sum(axis=1).reshape(-1)
 
 
 def _deepseek(
     module: Any, x: mx.array, qr: mx.array, cache: LatentReads
 ) -> tuple[HeadSumIndex, mx.array]:
-    """Return the index of a step, and the index keys of its tokens, (b, 1, 1, dim)."""
+    """Return the index of a step, and the index keys of its tokens, (b, 1, n, dim)."""
     b, s, _ = x.shape
     queries = module.wq_b(qr).reshape(b, s, module.n_heads, module.head_dim).swapaxes(1, 2)
     keys = module.k_norm(module.wk(x)).reshape(b, 1, s, module.head_dim)

@@ -49,9 +49,8 @@ class Fitness:
     """Attention path of a model, and how it was determined."""
 
     way: Way
-    """`shared`: attend to each span in place; `latent`: the same to the latents of MLA, in steps
-    with one new token per row, else as `joined`; `joined`: copy the spans of a layer together
-    first."""
+    """`shared`: attend to each span in place; `latent`: the same to the latents of MLA in decode
+    steps, and prefill as `joined`; `joined`: copy the spans of a layer together first."""
     why: str
     modules: tuple[str, ...]
     """Patched modules of mlx-lm."""
@@ -60,6 +59,8 @@ class Fitness:
     their KV is not shared."""
     indexed: bool = False
     """Whether layers with latents choose by an index of the model's own."""
+    several: bool = True
+    """Whether steps with several tokens per row read KV as those with one do; else it is joined."""
 
 
 class ProbedChunk(Protocol):
@@ -168,13 +169,33 @@ def try_model(runner: ProbedRunner, modules: tuple[str, ...]) -> tuple[Fitness, 
         latents = _difference(runner, "latent", expected)
         if not latents:
             why = "its latents go through mlx-lm's attention function"
-            indexed = has_index(runner.model)
-            return Fitness("latent", why, modules, indexed=indexed), vocabulary_size
+            indexed, several = has_index(runner.model), _reads_two(runner, expected)
+            fitness = Fitness("latent", why, modules, indexed=indexed, several=several)
+            return fitness, vocabulary_size
         why = f"{why}; its latents: {latents}"
     wrong = _difference(runner, "joined", expected)
     if wrong and _difference(runner, "joined", expected, whole=True):
         raise ModelError(f"the engine cannot run this model: {why}; joined, {wrong}")
     return Fitness("joined", why, modules, whole=bool(wrong)), vocabulary_size
+
+
+def _reads_two(runner: ProbedRunner, expected: mx.array) -> bool:
+    """Return whether a step with two tokens of a row gives the logits of two steps on latents."""
+    *first, before, last = PROBE
+    try:
+        chunk = runner.chunk(first, [], 0, None, "latent")
+        row = DecodeRow((KVSpan(chunk.segment, 0, len(first)),), len(first), 0, 0)
+        tails = Tails(1, 2, runner.shapes)
+        tails.ready()
+        step = DecodeStep.of(runner.device, [row], tails, 2)
+        readers = step_reads("latent", step, runner.attention_windows)
+        states = RecurrentState(chunk.states).row_states()
+        caches, _ = runner.layout.caches(readers, states)
+        logits = runner.model(mx.array([[before, last]]), cache=caches)[0]
+        return not differs(logits.astype(mx.float32), expected, logits.dtype)
+    # As in `_difference`: joined latents are read then.
+    except Exception:  # noqa: BLE001
+        return False
 
 
 def _plain_logits(runner: ProbedRunner) -> mx.array:

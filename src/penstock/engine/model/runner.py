@@ -239,7 +239,7 @@ class Runner:
     @property
     def expanded_numbers(self) -> int:
         """Numbers per head and cached token that a step with several tokens per row expands."""
-        return 0 if self.fitness.way == "shared" else expanded_numbers(self.model)
+        return expanded_numbers(self.model) if self._joins(2) else 0
 
     @property
     def keeps(self) -> list[str]:
@@ -249,7 +249,7 @@ class Runner:
             f"{self.shapes}",
             f"{self.attention_windows}",
             f"{self.state_form}",
-            f"{self.fitness.way} {self.fitness.whole}",
+            f"{self.fitness.way} {self.fitness.whole} {self.fitness.several}",
         ]
 
     @property
@@ -339,8 +339,8 @@ class Runner:
 
     def _joins(self, width: int) -> bool:
         """Return whether a step with `width` new tokens per row reads contiguous KV."""
-        way = self.fitness.way
-        return way == "joined" or (way == "latent" and width > 1)
+        fitness = self.fitness
+        return fitness.way == "joined" or (width > 1 and not fitness.several)
 
     @property
     def predicts(self) -> bool:
