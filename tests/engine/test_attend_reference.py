@@ -77,8 +77,11 @@ def test_batched_cached_and_speculative_text_matches_single_requests(
     family: str, more: dict[str, Any]
 ) -> None:
     """In batches, cached, for n choices, and with proposals."""
+    # A codec at rest changes what a cached prompt is read as: its cold text is another.
+    warms = more is CODES
     with running(family, **more) as core:
-        expected = [answers(core, one)[0] for one in (LONG, OTHER)]
+        cold = [answers(core, one)[0] for one in (LONG, OTHER)]
+        expected = [answers(core, one)[0] for one in (LONG, OTHER)] if warms else cold
         assert answers(core, LONG, OTHER) == expected
         assert answers(core, LONG, n=2) == [expected[0]] * 2
     with running(family, **more, attend_tokens=512) as core:
@@ -87,6 +90,7 @@ def test_batched_cached_and_speculative_text_matches_single_requests(
         return
     with running(family, **more, speculative_tokens=4) as core:
         asked = {"prediction": tuple(expected[0])}
+        assert not warms or answers(core, LONG) == cold[:1]
         assert answers(core, LONG, **asked) == expected[:1]
         assert core.counters.accepted_tokens > 3
 
