@@ -55,6 +55,7 @@ def test_vocabulary_takes_a_quarter_of_the_list() -> None:
 def test_detokenizers_of_one_tokenizer_share_them() -> None:
     tokenizer = load_all(MODEL_PATH).tokenizer
     expected = list(tokenizer._detokenizer.tokenmap)
+    compact(tokenizer._detokenizer)
     first, second = detokenizer_of(tokenizer), detokenizer_of(tokenizer)
     assert first.tokenmap is second.tokenmap and isinstance(first.tokenmap, TokenTexts)
     assert list(first.tokenmap) == expected

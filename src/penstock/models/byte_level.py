@@ -10,19 +10,13 @@ import re
 from functools import cache
 from typing import Any
 
-from penstock.models.token_texts import compact
-
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """Pattern of the token of a single byte in vocabularies that are not byte-level."""
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 
 
 def detokenizer_of(tokenizer: Any) -> Any:
-    """Return a tokenizer's streaming detokenizer (mlx-lm's), fixed for byte 0.
-
-    The texts of the vocabulary, which all of its copies share, are made compact.
-    """
-    compact(getattr(tokenizer, "_detokenizer", None))
+    """Return a tokenizer's streaming detokenizer (mlx-lm's), fixed for byte 0."""
     detokenizer = tokenizer.detokenizer
     if type(detokenizer).__name__ == "BPEStreamingDetokenizer":
         detokenizer._decode_bytes = _text  # of this instance only

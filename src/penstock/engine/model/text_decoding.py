@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from functools import cached_property
 from typing import Any
 
 from penstock.engine.model.constraint import Grammars, NoGrammars, pool_bytes
 from penstock.engine.model.text import Detokenizer, NoText, TextStream
 from penstock.engine.request import Request
 from penstock.models.byte_level import detokenizer_of
+from penstock.models.token_texts import compact
 
 TEXT_BEFORE_TOKENS = 16
 """Number of last prompt tokens needed to continue the prompt's text."""
@@ -33,7 +35,7 @@ class TextDecoding(TokensOnly):
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._detokenizer: Detokenizer = detokenizer_of(tokenizer)
+        compact(getattr(tokenizer, "_detokenizer", None))  # before memory is given back
         self.ends = frozenset(tokenizer.eos_token_ids)
 
     def grammars(self, vocabulary_size: int, limit_bytes: int) -> Grammars | NoGrammars:
@@ -51,6 +53,11 @@ class TextDecoding(TokensOnly):
 
     def decoded(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens)))
+
+    @cached_property
+    def _detokenizer(self) -> Detokenizer:
+        detokenizer: Detokenizer = detokenizer_of(self._tokenizer)
+        return detokenizer
 
     def _new_detokenizer(self) -> Detokenizer:
         detokenizer: Detokenizer = copy(self._detokenizer)

@@ -28,7 +28,7 @@ TILE_ROWS = 16
 BLOCK = 32
 """Number of columns whose activations share a scale."""
 ROW_GROUP = 4
-"""Maximum number of rows of activations multiplied together; of fewer, two are."""
+"""Number of rows of activations multiplied together; fewer are multiplied one by one."""
 CHAINS = 4
 """Number of independent integer sums, the latency of an addition in cycles."""
 FLOAT4_ZERO = 12
@@ -125,7 +125,6 @@ def _compile_multiply(
     needs_halves = dot is not _dot_vnni  # two products of 8 bits overflow a 16-bit sum
     halved, lookup = needs_halves and bits == 8, _LOOKUPS[instructions] if floats else None
     single = _tile_product(*form, 1, dot, lookup, halved=halved)
-    pair = _tile_product(*form, 2, dot, lookup, halved=halved)
     group = _tile_product(*form, ROW_GROUP, dot, lookup, halved=halved)
     record = block_bytes(bits, per_scale, scale_bytes, zero=zero)
     together, tile_bytes, columns = ROW_GROUP, 4 * TILE_ROWS, BLOCK
@@ -133,17 +132,14 @@ def _compile_multiply(
 
     def multiply(weights, first, last, blocks, x, scales, rows, result, stride):  # type: ignore[no-untyped-def]
         row_bytes, row_scales = digits * blocks * columns, scale_row_bytes * blocks
-        whole, paired = rows - rows % together, rows - rows % 2
+        whole = rows - rows % together
         for tile in range(first, last):
             codes = weights + tile * (blocks // per_scale) * record
             into = result + tile * tile_bytes
             for row in range(0, whole, together):
                 group(codes, blocks, x + row * row_bytes, scales + row * row_scales,
                       into + 4 * row * stride, stride)  # fmt: skip
-            for row in range(whole, paired, 2):
-                pair(codes, blocks, x + row * row_bytes, scales + row * row_scales,
-                     into + 4 * row * stride, stride)  # fmt: skip
-            for row in range(paired, rows):
+            for row in range(whole, rows):
                 single(codes, blocks, x + row * row_bytes, scales + row * row_scales,
                        into + 4 * row * stride, stride)  # fmt: skip
 
