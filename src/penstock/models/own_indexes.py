@@ -63,6 +63,15 @@ def has_index(model: nn.Module) -> bool:
     return any(chooser(base) for part in modules for base in type(part).__mro__)
 
 
+def shares_choice(model: nn.Module) -> bool:
+    """Return whether layers without an index take the choice of an earlier layer, as in GLM 5.2.
+
+    Such a model hands the chosen tokens on itself, and a `Chooser` returns none.
+    """
+    modules: list[nn.Module] = model.modules()  # type: ignore[no-untyped-call]
+    return any(getattr(part, "indexer", part) is None for part in modules)
+
+
 @functools.cache
 def chooser(kind: Any) -> type[nn.Module] | None:
     """Return a subclass of an index that chooses by `LatentReads`; None for other classes."""

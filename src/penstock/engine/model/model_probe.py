@@ -27,7 +27,7 @@ from penstock.models import mlx_lm as seam
 from penstock.models.adapters import adapters_of
 from penstock.models.arguments import absorbs
 from penstock.models.headless import vocabulary_of
-from penstock.models.own_indexes import has_index
+from penstock.models.own_indexes import has_index, shares_choice
 
 LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 """Pattern of the layer in the name of a weight."""
@@ -165,7 +165,8 @@ def try_model(runner: ProbedRunner, modules: tuple[str, ...]) -> tuple[Fitness, 
             if not runner.attention_windows:
                 why = "it has no attention"
             return Fitness("shared", why, modules), vocabulary_size
-    if not runner.layout.compresses and absorbs(runner.model):
+    in_place = absorbs(runner.model) and not shares_choice(runner.model)
+    if in_place and not runner.layout.compresses:
         latents = _difference(runner, "latent", expected)
         if not latents:
             why = "its latents go through mlx-lm's attention function"
