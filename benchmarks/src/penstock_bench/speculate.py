@@ -316,9 +316,8 @@ def scripted_models(load_of: SpeculateLoad) -> Iterator[ScriptedModels]:
     if load_of.packed and load_of.model == ModelChoice.EMBEDDED:
         raise SettingError("--packed: the embedded model has float32 weights; take smollm2")
     if load_of.model in list(ModelChoice):
-        choice = ModelChoice(load_of.model)
-        packed = load_of.packed
-        chosen = packed_model(load_of.llama) if packed else bench_model(choice, load_of.llama)
+        shape = load_of.llama
+        chosen = packed_model(shape) if load_of.packed else bench_model(load_of.model, shape)
         model, tokenizer, name = chosen.model, chosen.tokenizer, chosen.name
         draw: Callable[[int, int], Sequence[int]] = chosen.draw
     else:

@@ -244,6 +244,21 @@ class DecodeStep:
             self.layouts[attention_window] = plan
         return self.layouts[attention_window]
 
+    def write(self, layer: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append the new tokens' KV, (b, kv_heads, width, dim), to the tails, and return it.
+
+        It is rounded to the tails' dtype.
+        """
+        dtype = self.tails.shapes[layer].dtype
+        if keys.dtype != dtype:
+            keys, values = keys.astype(dtype), values.astype(dtype)
+        if self.aligned:
+            first = self.rows[0]
+            self.tails.write_block(layer, first.slot, first.tail, keys, values)
+        else:
+            self.tails.write(layer, self.slots, self.columns, keys, values)
+        return keys, values
+
     @property
     def new_tokens(self) -> Sequence[DecodeRow]:
         """One row per new token: each token selects its own blocks."""

@@ -124,15 +124,7 @@ class LatentReads(Reads):
         return self._given
 
     def _write(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        step = self.step
-        dtype = step.tails.shapes[self.layer].dtype
-        if keys.dtype != dtype:
-            keys, values = keys.astype(dtype), values.astype(dtype)
-        if step.aligned:
-            first = step.rows[0]
-            step.tails.write_block(self.layer, first.slot, first.tail, keys, values)
-        else:
-            step.tails.write(self.layer, step.slots, step.columns, keys, values)
+        keys, values = self.step.write(self.layer, keys, values)
         self.keys, self.values = keys, values
         return keys, values
 

@@ -87,15 +87,7 @@ class DecodeReads(Reads):
 
         It is rounded to the tails' dtype.
         """
-        step = self.step
-        dtype = step.tails.shapes[self.layer].dtype
-        if keys.dtype != dtype:
-            keys, values = keys.astype(dtype), values.astype(dtype)
-        if step.aligned:
-            first = step.rows[0]
-            step.tails.write_block(self.layer, first.slot, first.tail, keys, values)
-        else:
-            step.tails.write(self.layer, step.slots, step.columns, keys, values)
+        keys, values = self.step.write(self.layer, keys, values)
         self._given = keys, values
         self.keys = keys
         return keys, values
