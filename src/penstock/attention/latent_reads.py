@@ -1,7 +1,7 @@
 """Cache objects of layers with latents (MLA) in a decode step, which read them where they lie.
 
-A model's own code receives arrays of the new tokens that stand for all tokens. Those it hands to
-`scaled_dot_product_attention`, and a product with the rotated parts only keeps the queries. A model
+A model's own code receives arrays of the new tokens that stand for all tokens. It hands them to
+`scaled_dot_product_attention`; a product with the rotated parts only keeps its queries. A model
 that uses them in any other way fails its self-test, and reads contiguous KV instead.
 """
 
@@ -103,7 +103,7 @@ class LatentReads(Reads):
         self.offset = step.offset
         self.chooses_for = chooses_for
         self.chosen: dict[int, ChosenTokens] = {}
-        """Tokens that new tokens read if an index chooses them, by `DecodeStep.new_tokens`."""
+        """Tokens that an index chose for new tokens, by index in `DecodeStep.new_tokens`."""
         self.is_read = False
         """Whether attention, or a known index, has read this cache."""
 
@@ -112,7 +112,7 @@ class LatentReads(Reads):
     ) -> None:
         """Return None, because attention hides what is not visible; TypeError for windows."""
         if window_size is not None:
-            raise TypeError("this model reads latents with masks; it needs joined ones")
+            raise TypeError("this model asks for window masks; it needs joined latents")
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append the new tokens' latents and rotated parts, (b, 1, n, dim), to the tails.
@@ -155,7 +155,7 @@ class LatentReads(Reads):
         if not isinstance(mask, RotatedQueries) or mask.rows is not given[1]:
             raise TypeError("this model does not add the scores of its latents' rotated parts")
         if queries.shape[-1] != keys.shape[-1]:
-            raise TypeError("this model does not absorb its latents")
+            raise TypeError("this model's queries are not absorbed")
         self.is_read = True
         both = mx.concatenate([queries * scale, mask.queries], axis=-1)
         decode = LatentDecode(self.step.device, self.step, self.layer, self.attention_window)
@@ -214,10 +214,10 @@ class LatentReads(Reads):
 
 
 def check_read(reads: Sequence[Reads]) -> None:
-    """Raise TypeError if part of a model's attention took a cache's stand-ins for all its tokens.
+    """Raise TypeError if neither attention nor a known index has read a cache.
 
-    An index that is not known here does: with few tokens it chooses nothing, so that a short test
-    would not show it.
+    An unknown index takes stand-ins for all tokens. With few tokens it chooses nothing, so that a
+    short test would not show it.
     """
     latents = (cache for cache in reads if isinstance(cache, LatentReads))
     unread = [str(cache.layer) for cache in latents if not cache.is_read]

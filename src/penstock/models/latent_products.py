@@ -1,7 +1,7 @@
 """Products that make keys and values of latents (MLA), left out in decode steps of the engine.
 
-A model multiplies the queries of a single token, and expands the latents of all tokens for several.
-The engine multiplies the queries of both: latents that stand for cached ones are not expanded.
+A model multiplies the queries of one new token; for several new tokens it expands all latents. The
+engine multiplies the queries in both cases: stand-ins for cached latents are not expanded.
 """
 
 from __future__ import annotations

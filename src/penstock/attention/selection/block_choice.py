@@ -156,7 +156,7 @@ def best_blocks(
 
 
 def _lacks(scores: mx.array) -> mx.array:
-    """Return the shares of the selectable blocks, summed over queries, negated: (kv_heads, blocks).
+    """Return -LEAST_SHARE minus selectable blocks' shares summed over queries: (kv_heads, blocks).
 
     Shares are the softmax over all blocks with scores.
     """
