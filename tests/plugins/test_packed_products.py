@@ -169,7 +169,7 @@ def test_products_of_float16_scales_are_float32() -> None:
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("exact", [False, True])
 def test_rows_are_bit_identical_in_any_batch(bits: int, group: int, exact: bool) -> None:
-    product = packed(linear(1536, 160, bits, group), exact=exact)._product
+    product = packed(linear(1536, 160, bits, group), exact=exact).product
     x = np.random.default_rng(0).standard_normal((200, 1536), np.float32)
     together = product(x)
     for first in (0, 3, 160):
@@ -201,7 +201,7 @@ def test_products_are_bit_identical_on_any_instruction_set(
     for name in {"plain", own} | ({"avx2"} if own == "vnni" else set()):
         monkeypatch.setattr(tile_products, "dot_product_name", lambda name=name: name)
         tile_products.multiply_loop.cache_clear()
-        found[name] = PackedLinear(matrix, None, exact=exact)._product(x)
+        found[name] = PackedLinear(matrix, None, exact=exact).product(x)
     tile_products.multiply_loop.cache_clear()
     assert all(np.array_equal(found["plain"], products) for products in found.values())
     assert error(mx.array(found["plain"]), layer(mx.array(x))) < ROUNDED_ERROR
@@ -222,7 +222,7 @@ def test_offsets_implied_by_scales_are_not_stored(bits: int, dtype: mx.Dtype, ex
     assert (matrix.zero, stored.zero) == (2 ** (bits - 1), 0)
     assert stored.tiles.nbytes - matrix.tiles.nbytes == 80 * 8 * dtype.size
     x = np.random.default_rng(0).standard_normal((7, 256), np.float32)
-    products = [PackedLinear(each, None, exact=exact)._product(x) for each in (matrix, stored)]
+    products = [PackedLinear(each, None, exact=exact).product(x) for each in (matrix, stored)]
     assert np.array_equal(*products)
     tokens = np.arange(72)
     assert np.array_equal(matrix.rows_of(tokens), stored.rows_of(tokens))
@@ -326,7 +326,7 @@ def test_products_are_bit_identical_for_any_number_of_threads(
         if bits == "mxfp4"
         else linear(columns, rows, bits, 32, bias=True)
     )
-    product = packed(layer, exact=False)._product
+    product = packed(layer, exact=False).product
     x = np.random.default_rng(0).standard_normal((40, columns), np.float32)
     counts = range(1, 41)
     by_two = [product(x[:count]) for count in counts]
@@ -339,7 +339,7 @@ def test_products_are_bit_identical_for_any_number_of_threads(
 
 
 def test_rows_are_bit_identical_at_any_alignment() -> None:
-    product = packed(linear(576, 96, 4, 32), exact=False)._product
+    product = packed(linear(576, 96, 4, 32), exact=False).product
     x = np.random.default_rng(0).standard_normal(5 * 576, np.float32)
     expected = product(x.reshape(5, 576))
     raw = np.empty(x.nbytes + 64, np.uint8)
@@ -403,7 +403,7 @@ def test_embedding_dequantizes_only_rows_of_tokens(bits: int) -> None:
     embedding = nn.QuantizedEmbedding(1600, 256, group_size=32, bits=bits)
     both = PackedEmbedding(matrix_of(embedding), exact=False)
     tokens = np.arange(400) * 4
-    peak = peak_bytes(lambda: both._product.matrix.rows_of(tokens))
+    peak = peak_bytes(lambda: both.product.matrix.rows_of(tokens))
     floats = 400 * 256 * 4
     assert floats < peak < 1.5 * floats
     assert max(peak, 2 * floats) <= 400 * both.packed_row_bytes, "a copy becomes an MLX array"
@@ -412,8 +412,8 @@ def test_embedding_dequantizes_only_rows_of_tokens(bits: int) -> None:
 def test_packed_row_bytes_match_peak_memory() -> None:
     layer = packed(linear(2048, 64, 4, 32), exact=True)
     x = np.ones((100, 2048), np.float32)
-    layer._product(x[:1])  # compiles
-    peak = peak_bytes(lambda: layer._product(x))
+    layer.product(x[:1])  # compiles
+    peak = peak_bytes(lambda: layer.product(x))
     assert 0.9 < (peak + x.nbytes + 100 * 64 * 4) / (100 * layer.packed_row_bytes) < 1.1
 
 

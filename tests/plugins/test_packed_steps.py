@@ -24,6 +24,7 @@ from penstock.models import layer_seams
 from penstock.models.weight_packer import pack, weight_packer
 from penstock.plugins.cpu.compiled_jobs import Team, team
 from penstock.plugins.cpu.cpu_backend import CPUBackend
+from penstock.plugins.cpu.packed_steps import LayersTogether, _PassTables
 from support.small_models import BASE, build
 
 pytestmark = pytest.mark.skipif(
@@ -157,12 +158,56 @@ def test_fused_layers_are_bit_identical_to_separate_ones(
     model = packed(name)
     jobs = count_jobs(monkeypatch)
     logits, tails = computed(model, width, rows, windows_of(model), dtype)
-    assert len(jobs) == 2, "one for the layers, one for the head"
+    assert len(jobs) == 1, "one for the layers, the norm and the head"
     assert {side.dtype for side in tails} == {dtype}
     expected, expected_tails = computed(apart(model), width, rows, windows_of(model), dtype)
-    assert len(jobs) == 2 + 3 * len(model.layers) + 1
+    assert len(jobs) == 1 + 3 * len(model.layers) + 2
     assert mx.array_equal(logits, expected)
     assert all(map(mx.array_equal, tails, expected_tails))
+
+
+def steps_of(model: Any, width: int, rows: list[int], count: int) -> list[mx.array]:
+    """Return the logits of consecutive steps."""
+    step = step_of(model, width, rows)
+    layer_seams.attach(model)
+    logits = []
+    for number in range(count):
+        ahead = [row.ahead(number * width) for row in step.rows]
+        following = DecodeStep.of(step.device, ahead, step.tails, width)
+        tokens = mx.array([[7 * row + n + number for n in range(width)] for row in rows])
+        with layer_seams.decoding(step.device):
+            logits.append(model(tokens, cache=decode_reads(following, windows_of(model))))
+        mx.eval(logits)
+    return logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("width", "rows"), [(1, [1]), (1, [0, 1, 2]), (3, [2, 1])])
+def test_following_steps_use_tables_again(
+    name: str, width: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[None] = []
+    make = LayersTogether._tables
+
+    def noting(*arguments: Any) -> Any:
+        made.append(None)
+        return make(*arguments)
+
+    monkeypatch.setattr(LayersTogether, "_tables", noting)
+    model = packed(name)
+    logits = steps_of(model, width, rows, 4)
+    assert len(made) == 1
+    expected = steps_of(apart(packed(name)), width, rows, 4)
+    assert all(map(mx.array_equal, logits, expected))
+    monkeypatch.setattr(_PassTables, "renew", lambda *_: None)
+    others = steps_of(packed(name), width, rows, 4)
+    assert not any(map(mx.array_equal, others[1:], expected[1:])), "the check sees stale tables"
+
+
+def test_tables_are_made_anew_for_other_rows() -> None:
+    model, alone = packed("llama"), apart(packed("llama"))
+    for rows in ([1], [2], [1, 2], [2, 1], [1]):
+        assert all(map(mx.array_equal, steps_of(model, 1, rows, 2), steps_of(alone, 1, rows, 2)))
 
 
 @pytest.mark.parametrize("odd", range(4))
@@ -173,7 +218,7 @@ def test_layers_before_one_of_other_dtype_are_fused(
     jobs, rows = count_jobs(monkeypatch), [0, 0]
     logits, _ = computed(model, 1, rows, windows_of(model), odd=odd)
     together = 1 if odd else 0
-    assert len(jobs) == together + 2 + 3 * (3 - odd) + 1
+    assert len(jobs) == together + 2 + 3 * (3 - odd) + 2
     expected, _ = computed(apart(model), 1, rows, windows_of(model), odd=odd)
     assert mx.array_equal(logits, expected)
 
@@ -183,7 +228,7 @@ def test_windowed_layers_with_keep_are_fused(monkeypatch: pytest.MonkeyPatch) ->
     windows = [AttentionWindow(20, keep=4), *windows_of(model)[1:]]
     jobs = count_jobs(monkeypatch)
     logits, _ = computed(model, 1, [1, 2], windows)
-    assert len(jobs) == 2
+    assert len(jobs) == 1
     expected, _ = computed(apart(model), 1, [1, 2], windows)
     assert mx.array_equal(logits, expected)
     others, _ = computed(model, 1, [1, 2], [AttentionWindow(20), *windows[1:]])
@@ -199,7 +244,7 @@ def test_layers_whose_first_tokens_were_evicted_are_fused(
     windows = [AttentionWindow(20), *windows_of(model)[1:]]
     jobs, gone = count_jobs(monkeypatch), {0: evicted}
     logits, _ = computed(model, 1, rows, windows, gone=gone)
-    assert len(jobs) == 2
+    assert len(jobs) == 1
     chunk, _ = chunk_of(model, windows, gone={0: min(evicted, 44)})
     assert len(jobs) == 4
     expected, _ = computed(model, 1, rows, windows)
@@ -297,10 +342,10 @@ def test_chunk_in_one_job_is_bit_identical_to_layer_by_layer(
     jobs = count_jobs(monkeypatch)
     windows = windows_of(model)
     logits, sides = chunk_of(model, windows, row=row, last=last, dtype=dtype)
-    assert len(jobs) == 2, "one for the layers, one for the head"
+    assert len(jobs) == 3, "one for the layers, one for the norm, one for the head"
     assert {side.dtype for side in sides} == {dtype}
     expected, expected_sides = chunk_of(apart(model), windows, row=row, last=last, dtype=dtype)
-    assert len(jobs) == 2 + 3 * len(model.layers) + 1 - 2 * last
+    assert len(jobs) == 3 + 3 * len(model.layers) + 2 - 2 * last
     assert mx.array_equal(logits, expected) or last
     assert all(map(mx.array_equal, sides, expected_sides))
 
@@ -319,7 +364,7 @@ def test_calibration_chunk_is_computed_layer_by_layer(monkeypatch: pytest.Monkey
     model = packed("llama")
     jobs = count_jobs(monkeypatch)
     chunk_of(model, windows_of(model), squares=True)
-    assert len(jobs) == 3 * len(model.layers) + 1
+    assert len(jobs) == 3 * len(model.layers) + 2
 
 
 def test_check_detects_chunk_after_other_spans() -> None:

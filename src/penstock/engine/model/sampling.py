@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from penstock.engine.request import Sampling
 from penstock.errors import PenstockError, SettingError
+from penstock.kv.host_arrays import HostArray
 
 __all__ = [
     "Likeliest",
@@ -236,10 +237,17 @@ class Likeliest:
 
 
 def likeliest(logits: mx.array) -> Likeliest:
-    """Build greedy sampling of all rows of logits (B, vocabulary), without evaluating it.
+    """Build greedy sampling of all rows of logits (..., vocabulary), without evaluating it.
 
     Evaluate `tokens` and `values` of the result together with other arrays, then call `read`.
     """
+    if isinstance(logits, HostArray):
+        rows = logits.host.reshape(-1, logits.shape[-1])
+        best = rows.argmax(axis=-1)
+        top = rows[np.arange(len(best)), best]
+        return Likeliest(mx.array(best.astype(np.uint32)), mx.array(top))
+    if logits.ndim > 2:
+        logits = logits.reshape(-1, logits.shape[-1])
     tokens = mx.argmax(logits, axis=-1)
     values = mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0].astype(mx.float32)
     return Likeliest(tokens, values)

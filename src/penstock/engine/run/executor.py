@@ -271,7 +271,7 @@ class ModelExecutor:
                     decoded = self._runner.decode(new, rows, self._tails, before)
                 logits, writes = decoded.logits, [*self._tails.buffers(), *decoded.arrays()]
                 if greedy_only(samplers) and _unruled(samplers, proposals):
-                    best = likeliest(logits.reshape(-1, logits.shape[-1]))
+                    best = likeliest(logits)
                     _evaluate(meanwhile, best.tokens, best.values, *writes)
                     chosen = verified_greedy(best.read(), proposals)
                 else:

@@ -252,11 +252,16 @@ class Team:
             table: its table, (n,), whose entries up to `YIELD` are set here.
         """
         self.prepare(table)
-        entries = table.ctypes.data
         if self.threads == 1:
-            self._alone(function, entries)
+            self._alone(function, table.ctypes.data)
         else:
-            self._together(self._address, function, entries)
+            self._together(self._address, function, table.ctypes.data)
+
+    def run_alone(self, function: int, table: Integers) -> None:
+        """Run a job on the calling thread only; see `run`."""
+        self.prepare(table)
+        table[THREADS] = 1
+        self._alone(function, table.ctypes.data)
 
     def go_on_alone(self) -> None:
         """Run further jobs on one thread, after a fork that did not copy the second one."""

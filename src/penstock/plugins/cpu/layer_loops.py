@@ -317,10 +317,44 @@ def part_loops() -> tuple[int, int, int]:
     return multiply, before, behind
 
 
+@cache
+def norm_job() -> int:
+    """Compile RMSNorm of rows from `X` to `RESULT`; return its address."""
+    return function_address("norm", _compile_norm)
+
+
 def _compile_part(name: str) -> Any:
     from numba import cfunc, types
 
     return cfunc(types.void(types.int64, types.int64))(_part_functions()[name])
+
+
+def _compile_norm() -> Any:
+    from numba import cfunc, types
+
+    norm, array, table_of, words, count = (
+        _norm_loop(),
+        array_at(),
+        table_at(),
+        PART_WORDS,
+        len(Constant),
+    )
+    THREADS, ROWS, X, WIDTH = map(
+        int, (PartTable.THREADS, PartTable.ROWS, PartTable.X, PartTable.WIDTH)
+    )
+    CONSTANTS, NORM, RESULT = map(int, (PartTable.CONSTANTS, PartTable.NORM, PartTable.RESULT))
+    EPSILON = int(Constant.EPSILON)
+
+    def normalize(thread, address):  # type: ignore[no-untyped-def]
+        table = table_of(address, words)
+        rows, width = table[ROWS], table[WIDTH]
+        x, result = array(table[X], rows, width), array(table[RESULT], rows, width)
+        epsilon = array(table[CONSTANTS], 1, count)[0, EPSILON]
+        weights = array(table[NORM], 1, width)[0]
+        for row in range(thread, rows, table[THREADS]):
+            norm(x[row], weights, epsilon, result[row])
+
+    return cfunc(types.void(types.int64, types.int64))(normalize)
 
 
 @cache

@@ -8,14 +8,16 @@ depends on shapes, and rounding of activations would amplify a difference in the
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
 from penstock.attention.attention_backend import DecodeStep
+from penstock.attention.attention_plan import DecodeRow
 from penstock.attention.chunk_reads import ChunkReads
 from penstock.attention.span_attention import AttentionWindow
 from penstock.kv.columns import Side
@@ -31,8 +33,9 @@ from penstock.plugins.cpu.ordered_loops import (
     ordered_loop,
     space_floats,
 )
-from penstock.plugins.cpu.step_choices import ChoiceBuffers, StepChoice, step_choice
+from penstock.plugins.cpu.step_choices import ChoiceBuffers, StepChoice, index_of
 
+_Value = TypeVar("_Value")
 NUMBER_BYTES = 4
 """Index in `plain_addresses` of the bytes per element."""
 
@@ -53,6 +56,15 @@ class OrderedReads:
     """Attention window of a layer; the default if its rows see all tokens."""
     begins: Integers | None = None
     """First column that each row has in each layer, (layers, rows); None if all layers have all."""
+    values: dict[object, Any] = field(default_factory=dict)
+    """Results of `derived`."""
+
+    def derived(self, key: object, compute: Callable[[], _Value]) -> _Value:
+        """Return `compute()`, cached while steps read the same spans."""
+        if key not in self.values:
+            self.values[key] = compute()
+        value: _Value = self.values[key]
+        return value
 
     def has_visible(self, layer: int) -> bool:
         """Return whether a layer has all columns that its rows see through the window."""
@@ -209,14 +221,29 @@ def _step_plan(
     step: DecodeStep, layer: int, window: AttentionWindow, nbytes: int
 ) -> tuple[OrderedReads, StepChoice | None] | None:
     if step_plan not in step.kernel_plans:
-        rows = [(row.parts, row.position, row.tail) for row in step.rows]
-        step.kernel_plans[step_plan] = _plan(rows, step.width, nbytes)
+        latest = step.tails.derived(LatestPlan)
+        step.kernel_plans[step_plan] = latest.plan(step.rows, step.width, nbytes)
     plan = _within(step.kernel_plans[step_plan], window)
     if plan is None or not step.choosing(layer, window):
         return None if plan is None else (plan, None)
-    choice = step_choice(step, layer, window, plan.firsts)
+    choice = step_choice(step, layer, window, plan)
     # Beside rows that select, others may see only a window.
     return None if choice is None or plan.window != AttentionWindow() else (plan, choice)
+
+
+def step_choice(
+    step: DecodeStep, layer: int, window: AttentionWindow, plan: OrderedReads
+) -> StepChoice | None:
+    """Return what a step selects in a layer; None if its index has values, which are read, too."""
+    if step.selection.index.with_values:
+        return None
+    key = step_choice, window
+    if key not in step.kernel_plans:
+        numbers = step.choosing(layer, window)
+        index = plan.derived(index_of, lambda: index_of(step))
+        step.kernel_plans[key] = StepChoice.of(step, plan.firsts, index, numbers)
+    choice: StepChoice = step.kernel_plans[key]
+    return choice
 
 
 def chunk_plan(reads: ChunkReads, tokens: int, window: AttentionWindow) -> OrderedReads | None:
@@ -287,6 +314,39 @@ def _attend_tails(
 def seen_columns(positions: Sequence[int], window: AttentionWindow) -> Integers:
     """Return the first and the end of the columns visible from positions, (n, 2)."""
     return np.array([(window.starts_at(position), position + 1) for position in positions])
+
+
+class LatestPlan:
+    """Plan of the latest step, whose arrays the next step uses again if it reads the same spans."""
+
+    def __init__(self, _: Tails) -> None:
+        self._key: object = None
+        self._addresses: list[Integers] = []
+        """Addresses of all parts, kept so that others cannot have their ids."""
+        self._plan: OrderedReads | None = None
+
+    def plan(self, rows: Sequence[DecodeRow], width: int, nbytes: int) -> OrderedReads | None:
+        """Return the plan of a step; see `_plan`."""
+        parts = [part for row in rows for part in row.parts]
+        addresses = [part.segment.derived(plain_addresses) for part in parts]
+        key = (
+            width,
+            nbytes,
+            [(len(row.parts), row.slot, row.position - row.tail) for row in rows],
+            [(part.columns, part.start, part.segment.missing) for part in parts],
+            [*map(id, addresses)],
+        )
+        if key != self._key:
+            by_row = [(row.parts, row.position, row.tail) for row in rows]
+            self._key, self._addresses = key, addresses
+            self._plan = _plan(by_row, width, nbytes)
+            return self._plan
+        if self._plan is None:
+            return None
+        self._plan.spans[:, self._plan.firsts[1:] - 1, 4] = [row.tail + width for row in rows]
+        starts = [row.position for row in rows]
+        positions = [place for start in starts for place in range(start, start + width)]
+        return replace(self._plan, positions=positions)
 
 
 def _plan(

@@ -1,4 +1,4 @@
-"""Compiled packing of MLX's codes in tiles, as `tile_products` reads them."""
+"""Compiled packing of MLX's codes in tiles, as `tile_products` reads them, and of rows back."""
 
 from __future__ import annotations
 
@@ -139,3 +139,113 @@ def _compile_pack() -> Any:
                                 tiles[into + word * lanes] = 0
 
     return cfunc(types.void(types.int64, types.int64))(pack)
+
+
+class RowTable(IntEnum):
+    """Entries of the table of a job that converts rows of a packed matrix to float32."""
+
+    THREADS = 0
+    BARRIER = 1
+    YIELD = 2
+    TILES = 3
+    """Address of the tiles."""
+    GROUPS = 4
+    PER_SCALE = 5
+    """Blocks of a group."""
+    STORED = 6
+    """Bits of a code in tiles: 4, 5, 6 or 8."""
+    SCALE_BYTES = 7
+    """Bytes of a scale, and of an offset: 2 or 4."""
+    ZERO = 8
+    """Code that represents 0; 0 if offsets are stored."""
+    VALUES = 9
+    """Address of the float32 value of each code, (256,)."""
+    ROWS = 10
+    """Address of the numbers of the rows, (count,)."""
+    COUNT = 11
+    RESULT = 12
+    """Address of (count, columns) float32."""
+
+
+ROW_WORDS = len(RowTable)
+
+
+@cache
+def row_loop() -> int:
+    """Compile the job of `RowTable`; return its address."""
+    return function_address("rows", _compile_rows)
+
+
+def _compile_rows() -> Any:
+    from numba import carray, cfunc, float32, njit, types
+
+    table_of, address_of, words, lanes = table_at(), pointer(), ROW_WORDS, TILE_ROWS
+    (THREADS, _, _, TILES, GROUPS, PER_SCALE, STORED, SCALE_BYTES, ZERO, VALUES, ROWS, COUNT,
+     RESULT) = map(int, RowTable)  # fmt: skip
+    narrow, wide, block, half_bytes = 4, 8, 32, 2
+    fraction_bits, rebias, most_exponent = 10, 127 - 15, 31  # float16 to float32
+    smallest = float32(2.0**-24)
+
+    @njit(nogil=True)
+    def float_of(half):  # type: ignore[no-untyped-def]
+        """Convert the bits of a float16."""
+        exponent, fraction = half >> fraction_bits & most_exponent, half & 0x3FF
+        if exponent == 0:
+            number = float32(fraction) * smallest
+        else:
+            exponent = 255 if exponent == most_exponent else exponent + rebias
+            number = np.int32(exponent << 23 | fraction << 13).view(np.float32)
+        return -number if half & 0x8000 else number
+
+    @njit(nogil=True)
+    def code(tiles, place, column, stored):  # type: ignore[no-untyped-def]
+        """Return the code of a column of a block; see `write` in `_compile_pack`."""
+        shift = 8 * (column % 4)
+        four = column // 4
+        if stored == wide:
+            return tiles[place + four * lanes] >> shift & 0xFF
+        number = tiles[place + four // 2 * lanes] >> shift >> narrow * (four % 2) & 0xF
+        more = stored - narrow
+        if more > 0:
+            together = block // 4 // more
+            bits = tiles[place + (narrow + four // together) * lanes] >> shift
+            number |= (bits >> more * (four % together) & ((1 << more) - 1)) << narrow
+        return number
+
+    def rows_of(thread, address):  # type: ignore[no-untyped-def]
+        table = table_of(address, words)
+        groups, per_scale, stored = table[GROUPS], table[PER_SCALE], table[STORED]
+        is_half, zero = table[SCALE_BYTES] == half_bytes, table[ZERO]
+        header = (1 if zero else 2) * lanes * table[SCALE_BYTES] // 4
+        record = header + lanes * per_scale * stored
+        columns = groups * per_scale * block
+        numbers = carray(address_of(table[ROWS]), (table[COUNT],), np.int64)
+        values = carray(address_of(table[VALUES]), (256,), np.float32)
+        result = carray(address_of(table[RESULT]), (table[COUNT], columns), np.float32)
+        for row in range(thread, table[COUNT], table[THREADS]):
+            tile, lane = numbers[row] // lanes, numbers[row] % lanes
+            start = table[TILES] + 4 * tile * groups * record
+            tiles = carray(address_of(start), (groups * record,), np.uint32)
+            halves = carray(address_of(start), (2 * groups * record,), np.uint16)
+            floats = carray(address_of(start), (groups * record,), np.float32)
+            for group in range(groups):
+                place = group * record
+                if is_half:
+                    scale = float_of(np.int64(halves[2 * place + lane]))
+                else:
+                    scale = floats[place + lane]
+                if zero:
+                    offset = -float32(zero) * scale
+                elif is_half:
+                    offset = float_of(np.int64(halves[2 * place + lanes + lane]))
+                else:
+                    offset = floats[place + lanes + lane]
+                for number in range(per_scale):
+                    from_place = place + header + number * stored * lanes + lane
+                    into = (group * per_scale + number) * block
+                    for column in range(block):
+                        of_column = code(tiles, from_place, column, stored)
+                        product = values[np.int64(of_column)] * scale
+                        result[row, into + column] = product + offset
+
+    return cfunc(types.void(types.int64, types.int64))(rows_of)

@@ -19,6 +19,7 @@ import numpy as np
 from penstock.attention.reads import MaskRequest, Reads
 from penstock.plugins.cpu.layer_loops import PartTable, part_loops
 from penstock.plugins.cpu.ordered_attention import attend_buffer, in_order
+from penstock.plugins.cpu.packed_output import OutputParts
 from penstock.plugins.cpu.packed_products import (
     EXACT,
     ROUNDED,
@@ -177,6 +178,7 @@ class PackedDecoderLayer(PackedModule):
         self._attention_module = sys.modules[type(attention).__module__]
         self._soft_cap = float(getattr(attention, "attn_logit_softcapping", 0))
         self._parts = parts
+        self.form = form
         self.exact = exact
         self._together: tuple[LayersTogether, int] | None = None
         for name in [key for key in attention if key in (*form.before, O_PROJ, *NORMS)]:
@@ -245,12 +247,18 @@ class PackedDecoderLayer(PackedModule):
         return mixed
 
 
-def compute_together(layers: Sequence[PackedDecoderLayer]) -> None:
-    """Let the layers of a model compute a decode step or prefill chunk in one job."""
+def compute_together(
+    layers: Sequence[PackedDecoderLayer], output: OutputParts | None = None
+) -> None:
+    """Let the layers of a model compute a decode step or prefill chunk in one job.
+
+    In decode steps, the job includes the final norm and the output layer, if given.
+    """
     share_angles([layer.parts for layer in layers])
     together = LayersTogether(
         [layer.parts for layer in layers], [layer.self_attn.scale for layer in layers]
     )
+    together.output = output
     for place, layer in enumerate(layers):
         layer.join(together, place)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import Any, TypeAlias
 
@@ -21,11 +21,19 @@ import mlx.nn as nn
 import numpy as np
 import xxhash
 
+from penstock.kv.host_arrays import HostArray
 from penstock.memory.sizes import packed_matrix_bytes
 from penstock.models.layer_seams import read_rows, skips_logits
 from penstock.plugins.cpu.compiled_jobs import team
 from penstock.plugins.cpu.layer_loops import PART_WORDS, PartTable, part_loops
-from penstock.plugins.cpu.pack_loop import PACK_WORDS, PackTable, pack_loop
+from penstock.plugins.cpu.pack_loop import (
+    PACK_WORDS,
+    ROW_WORDS,
+    PackTable,
+    RowTable,
+    pack_loop,
+    row_loop,
+)
 from penstock.plugins.cpu.tile_products import (
     BLOCK,
     FLOAT4_CODES,
@@ -138,42 +146,43 @@ class PackedMatrix:
         return [function, self.tiles.ctypes.data, tiles, self.columns // BLOCK, bias_address]
 
     def rows_of(self, tokens: Integers) -> Floats:
-        """Return the rows of tokens as float32, (n, columns)."""
-        tile, lane = tokens // TILE_ROWS, tokens % TILE_ROWS
-        rows: Floats = self._codes_of(tile, lane).astype(np.float32)
-        size = TILE_ROWS * self.scale_bytes
-        scales, *offsets = (
-            self.tiles[..., start : start + size].view(f"f{self.scale_bytes}")[tile, :, lane, None]
-            for start in range(0, self._header_bytes, size)
-        )
-        rows *= scales
-        rows += offsets[0] if offsets else np.float32(-self.zero) * scales
-        return rows.reshape(len(tokens), self.columns)
+        """Return the rows of tokens as float32, (n, columns); zeros for those of the padding.
 
-    @property
-    def _header_bytes(self) -> int:
-        """Bytes of the scales and offsets at the start of a tile's group."""
-        sides = 1 if self.zero else 2
-        return sides * TILE_ROWS * int(self.scale_bytes)
+        Raises IndexError for others, because the compiled loop does not check.
+        """
+        tokens = np.ascontiguousarray(tokens, np.int64)
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < len(self.tiles) * TILE_ROWS:
+            raise IndexError(f"need rows from 0 to {self.rows - 1}, not {tokens.max()}")
+        result = np.empty((len(tokens), self.columns), np.float32)
+        table = self._row_table.copy()
+        table[RowTable.ROWS], table[RowTable.COUNT] = tokens.ctypes.data, len(tokens)
+        table[RowTable.RESULT] = result.ctypes.data
+        team().run_alone(row_loop(), table)
+        return result
 
-    def _codes_of(self, tile: Integers, lane: Integers) -> Array:
-        """Return the codes of rows of tiles, (n, groups, columns of a group) uint8."""
-        tiles, groups, _ = self.tiles.shape
-        words = self.tiles[..., self._header_bytes :].view(np.uint32)
-        by_lane = words.reshape(tiles, groups, words.shape[2] // TILE_ROWS, TILE_ROWS)
-        stored = np.ascontiguousarray(by_lane[tile, :, :, lane]).view(np.uint8)
-        shape = (len(tile), groups, self.per_scale)
-        codes = stored.reshape(*shape, self.bits, 4)
-        if self.bits != 8:
-            codes, rest = codes[..., :4, :], codes[..., 4:, None, :]
-            codes = np.stack([codes & 15, codes >> 4], axis=-2)
-        if self.bits in (5, 6):
-            more = self.bits - 4
-            high = rest >> _shifts(more) & (2**more - 1)
-            codes |= high.reshape(codes.shape) << 4
-        if self.floats:
-            codes = np.array(FLOAT4_CODES, np.uint8)[codes]
-        return codes.reshape(len(tile), groups, self.columns // groups)
+    @cached_property
+    def _row_table(self) -> Integers:
+        table = np.zeros(ROW_WORDS, np.int64)
+        entries = {
+            RowTable.TILES: self.tiles.ctypes.data,
+            RowTable.GROUPS: self.tiles.shape[1],
+            RowTable.PER_SCALE: self.per_scale,
+            RowTable.STORED: self.bits,
+            RowTable.SCALE_BYTES: self.scale_bytes,
+            RowTable.ZERO: self.zero,
+            RowTable.VALUES: _code_values(self.floats).ctypes.data,
+        }
+        table[list(entries)] = list(entries.values())
+        return table
+
+
+@cache
+def _code_values(floats: bool) -> Floats:
+    """Return the value of each code, (256,)."""
+    values = np.arange(256, dtype=np.float32)
+    if floats:
+        values[: len(FLOAT4_CODES)] = FLOAT4_CODES
+    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,11 +267,6 @@ def packed_bytes(module: nn.Module) -> int:
     columns, stored = groups * group, 1 if floats else 2
     one = packed_matrix_bytes(rows, columns, module.bits, group, scale_bytes, sides=stored)
     return int(prod(experts)) * one
-
-
-def _shifts(bits: int) -> Array:
-    """Return the bit offsets of 1- or 2-bit fields in a byte, (fields, 1)."""
-    return np.arange(0, 8, bits, dtype=np.uint8)[:, None]
 
 
 def _aligned(nbytes: int) -> Array:
@@ -427,14 +431,30 @@ class Product:
         """Bytes of an input row, as float32 and rounded."""
         return 4 * int(self.matrix.columns) + self._job.row_bytes
 
+    def table(self, rows: int, buffers: Mapping[PartTable, int]) -> Integers:
+        """Return the table of `function`, with the addresses of its buffers."""
+        table = self._job.table.copy()
+        entries = {PartTable.ROWS: rows, PartTable.STRIDE: self.stride, **buffers}
+        table[list(entries)] = list(entries.values())
+        return table
+
+    @property
+    def function(self) -> int:
+        """Address of the job of `table`."""
+        return self._job.function
+
+    @property
+    def stride(self) -> int:
+        """Number of columns of the result, with those of the last tile's padding."""
+        return len(self.matrix.tiles) * TILE_ROWS
+
     def __call__(self, x: Floats) -> Floats:
         """Multiply rows (n, columns) of contiguous float32, giving (n, rows of the matrix)."""
-        stride = len(self.matrix.tiles) * TILE_ROWS
-        result = np.empty((len(x), stride), np.float32)
+        result = np.empty((len(x), self.stride), np.float32)
         places = {
             PartTable.X: rows_address(x, self.matrix.columns),
             PartTable.RESULT: result.ctypes.data,
-            PartTable.STRIDE: stride,
+            PartTable.STRIDE: self.stride,
         }
         self._job.run(len(x), self.matrix.columns, places)
         return result[:, : self.matrix.rows]
@@ -446,12 +466,12 @@ class PackedLinear(PackedModule):
     def __init__(self, matrix: PackedMatrix, bias: mx.array | None, *, exact: bool) -> None:
         padded = padded_bias(bias)
         super().__init__([matrix], exact=exact, vectors={"bias": padded})
-        self._product = Product(matrix, padded, exact=exact)
-        self.packed_row_bytes += self._product.row_bytes
+        self.product = Product(matrix, padded, exact=exact)
+        self.packed_row_bytes += self.product.row_bytes
 
     def __call__(self, x: mx.array) -> mx.array:
         """Multiply (..., n) by the weights, giving (..., m), and add the bias."""
-        return multiplied(self._product, x)
+        return multiplied(self.product, x)
 
 
 class PackedHead(PackedLinear):
@@ -474,19 +494,19 @@ class PackedEmbedding(PackedModule):
     def __init__(self, matrix: PackedMatrix, *, exact: bool) -> None:
         super().__init__([matrix], exact=exact)
         self.packed_row_bytes = ACTIVATIONS * 4 * matrix.columns
-        self._product = Product(matrix, None, exact=exact)
+        self.product = Product(matrix, None, exact=exact)
 
     def __call__(self, tokens: mx.array) -> mx.array:
         """Return the embeddings (..., n) of tokens."""
-        matrix = self._product.matrix
+        matrix = self.product.matrix
         rows = matrix.rows_of(np.asarray(tokens).reshape(-1))
-        return mx.array(rows).reshape(*tokens.shape, matrix.columns)
+        return mx.array(rows.reshape(*tokens.shape, matrix.columns))
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Return the logits (..., vocabulary) of hidden states (..., n)."""
         if skips_logits():
             return no_logits(x, self.packed_width)
-        return multiplied(self._product, read_rows(x))
+        return multiplied(self.product, read_rows(x))
 
 
 def no_logits(x: mx.array, width: int) -> mx.array:
@@ -494,12 +514,26 @@ def no_logits(x: mx.array, width: int) -> mx.array:
     return mx.zeros((*x.shape[:-1], width))
 
 
+class NormedOutput(HostArray):
+    """Result of the final norm of a decode step, with the logits."""
+
+    def __init__(self, values: Floats, product: Product, logits: Floats) -> None:
+        """Take the product of the output layer, and its result, (rows, vocabulary)."""
+        super().__init__(values)
+        self.product = product
+        self.logits = logits
+
+
 def multiplied(product: Product, x: mx.array) -> mx.array:
     """Multiply an array (..., n) by a matrix, immediately."""
+    if isinstance(x, NormedOutput) and x.product is product:
+        return HostArray(x.logits.reshape(*x.shape[:-1], -1))
     products = product(rows_of(x))
-    return mx.array(products).reshape(*x.shape[:-1], products.shape[-1])
+    return mx.array(products.reshape(*x.shape[:-1], products.shape[-1]))
 
 
 def rows_of(x: mx.array) -> Floats:
     """Evaluate an array (..., n) and return it as contiguous rows (rows, n)."""
+    if isinstance(x, HostArray):
+        return np.ascontiguousarray(x.host.reshape(-1, x.shape[-1]))
     return np.ascontiguousarray(np.asarray(x.astype(mx.float32)).reshape(-1, x.shape[-1]))

@@ -17,15 +17,13 @@ from penstock.attention.chunk_reads import ChunkReads, MixedReads
 from penstock.attention.reads import DecodeReads
 from penstock.attention.span_attention import AttentionWindow
 from penstock.kv.numpy_arrays import Floats, Integers
+from penstock.kv.tails import Tails
+from penstock.models.layer_seams import skips_logits
 from penstock.plugins.cpu.choice_jobs import CHOICE_WORDS, ChoiceTable, choice_job, query_factor
-from penstock.plugins.cpu.compiled_jobs import team
-from penstock.plugins.cpu.layer_loops import PartTable
+from penstock.plugins.cpu.compiled_jobs import Team, team
+from penstock.plugins.cpu.layer_loops import PartTable, norm_job
 from penstock.plugins.cpu.ordered_attention import (
-    OrderedReads,
-    chunk_plan,
     seen_columns,
-    step_plan,
-    tail_addresses,
 )
 from penstock.plugins.cpu.ordered_loops import (
     AttendTable,
@@ -33,7 +31,20 @@ from penstock.plugins.cpu.ordered_loops import (
     ordered_loop,
     space_floats,
 )
-from penstock.plugins.cpu.packed_products import Job
+from penstock.plugins.cpu.packed_output import OutputParts, PassOutput
+from penstock.plugins.cpu.packed_products import Job, rows_of
+from penstock.plugins.cpu.packed_reads import (
+    LayerReads,
+    NewTokens,
+    PartRead,
+    is_unread,
+    kv_dtype,
+    planned,
+    planned_step,
+    spans_and_places,
+    tail_buffers,
+    tail_columns,
+)
 from penstock.plugins.cpu.packed_rope import RotaryPositions
 from penstock.plugins.cpu.step_choices import ChoiceBuffers, StepChoice
 from penstock.plugins.cpu.step_loops import (
@@ -71,46 +82,66 @@ class _Noted:
     """Layers of a forward pass that were called and are not yet computed."""
 
     x: mx.array
-    layers: list[list[_LayerReads]] = field(default_factory=list)
+    layers: list[list[LayerReads]] = field(default_factory=list)
     """Reads of each layer: of the decode step, if any, then of each chunk."""
+    output: mx.array | None = None
+    """Output of the last layer if all layers were computed when the first was called."""
 
 
-@dataclass(frozen=True, slots=True)
-class _LayerReads:
-    """Reads of a layer for some rows of a forward pass."""
+@dataclass(slots=True)
+class _PassTables:
+    """Tables of a forward pass; the next decode step that reads the same spans uses them again."""
 
-    reads: DecodeReads | ChunkReads
-    plan: OrderedReads
-    rows: int
-    choice: StepChoice | None = None
-    """Selected tokens; None to read all."""
-
-
-@dataclass(frozen=True, slots=True)
-class _NewTokens:
-    """Memory to which keys and values of new tokens are written."""
-
-    firsts: Integers
-    """Addresses of the first key and value of each sequence's buffers, (layers, sequences, 2)."""
-    head_bytes: Integers
-    """Bytes between heads, of keys and of values, (layers, 1, 2)."""
-    token_bytes: Integers
-    columns: Integers
-    """Columns of each sequence's first new token, (sequences,)."""
-
-
-@dataclass(frozen=True, slots=True)
-class _PartRead:
-    """Addresses that some rows of a forward pass read and write."""
-
-    width: int
-    """Number of rows per sequence."""
-    seen: Mapping[AttentionWindow, Integers]
-    """Number of visible columns of each row, by window."""
-    spans: Integers
-    """Spans that are read, (layers, spans, 6); see `AttendTable`."""
+    program: Integers
+    """Table of the program, see `ProgramTable`."""
+    into: Floats
+    """Input of the first layer, and then output of the last one, (rows, width)."""
+    facts: tuple[object, ...] | None
+    """See `LayersTogether._facts`; equal in steps that can use the tables."""
+    spans: Sequence[Integers]
+    """`OrderedReads.spans` of each layer; the same arrays in steps that can use the tables."""
+    new: NewTokens
+    read: PartRead
+    angles: Mapping[RotaryPositions | None, Floats]
     new_places: Integers
-    """Places of new keys and values, (layers, rows, 4); see `AppendTable`."""
+    """Places of all new keys and values, (layers, rows, 4)."""
+    choices: Sequence[StepChoice | None]
+    """Choice of each layer."""
+    jobs: Sequence[Integers]
+    """Tables of the program's jobs."""
+    end: Sequence[Integers]
+    """Tables of the final norm and of the output layer; empty if the pass ends with the layers."""
+    kept: list[Any]
+    """Other arrays whose addresses are in the tables."""
+
+    def is_for(self, facts: tuple[object, ...], part: Sequence[LayerReads]) -> bool:
+        """Return whether a decode step can use the tables."""
+        return facts == self.facts and all(
+            of_layer.plan.spans is spans and _fits(of_layer.choice, choice)
+            for of_layer, spans, choice in zip(part, self.spans, self.choices, strict=True)
+        )
+
+    def renew(self, part: Sequence[LayerReads], tails: Integers) -> None:
+        """Set what differs in the next decode step.
+
+        Args:
+            part: what each layer reads; `facts` are equal.
+            tails: columns of each sequence's first new token, (sequences,).
+        """
+        moved = tails - self.new.columns
+        self.new.columns[:] = tails
+        positions = part[0].plan.positions
+        for rotation, angles in self.angles.items():
+            assert rotation is not None
+            angles[:] = rotation.angles(np.array(positions))
+        for window, seen in self.read.seen.items():
+            seen[:] = seen_columns(positions, window)
+        self.read.spans[:, part[0].plan.firsts[1:] - 1, 4] += moved
+        by_row = np.repeat(moved, self.read.width)[:, None]
+        self.new_places[..., 0::2] += by_row * self.new.token_bytes
+        for of_layer, choice in zip(part, self.choices, strict=True):
+            if choice is not None and of_layer.choice is not None:
+                choice.choices[:] = of_layer.choice.choices
 
 
 @dataclass(slots=True)
@@ -123,7 +154,7 @@ class _AttendJobs:
 
     def add_choice(
         self,
-        part: Sequence[_LayerReads],
+        part: Sequence[LayerReads],
         sizes: Sequence[CompiledParts],
         attend: Integers,
         append: Integers,
@@ -152,8 +183,10 @@ class _AttendJobs:
             if choice is not None:
                 if kv_heads not in buffers:
                     buffers[kv_heads] = ChoiceBuffers.of(choice, kv_heads)
-                number = of_layer.reads.layer
-                buffers[kv_heads].set_table(table, choice, number, of_attend, layer.dims, nbytes)
+                layer_number = of_layer.layer
+                buffers[kv_heads].set_table(
+                    table, choice, layer_number, of_attend, layer.dims, nbytes
+                )
         self.buffers += buffers.values()
         self.jobs.append((functions, tables))
 
@@ -188,6 +221,10 @@ class LayersTogether:
         self._mixed = max(part.heads[0] * part.dims[1] for part in parts)
         self._query_floats = max(part.heads[0] * part.dims[0] for part in parts)
         self._dims = dims
+        self.output: OutputParts | None = None
+        """What follows the layers, and is computed in the same job in decode steps."""
+        self._latest: _PassTables | None = None
+        """Tables of the latest decode step."""
 
     def compute(
         self, place: int, x: mx.array, reads: Any, window: AttentionWindow
@@ -207,41 +244,107 @@ class LayersTogether:
         """
         if not isinstance(reads, DecodeReads | ChunkReads | MixedReads):
             return x, False
-        shared = reads.plans
+        shared, last = reads.plans, len(self._parts) - 1
         if place == 0:
-            shared[self] = _Noted(x)
+            shared[self] = self._noted(x, reads)
         noted = shared.get(self)
+        if noted is not None and noted.output is not None:
+            if place == last:
+                del shared[self]
+            return noted.output, True
         if noted is None or len(noted.layers) != place:
             return x, False
-        layer = _planned(reads, x.shape[0] * x.shape[1], window)
+        layer = planned(reads, x.shape[0] * x.shape[1], window)
         if layer:
             noted.layers.append(layer)
-        if layer and place < len(self._parts) - 1:
+            if type(reads) is DecodeReads:
+                reads.step.tails.derived(self._known_layers)[place] = reads.layer, window
+        if layer and place < last:
             return x, True
         del shared[self]
-        return (self._run(noted) if noted.layers else x), bool(layer)
+        return (self._run(noted.x, noted.layers) if noted.layers else x), bool(layer)
 
-    def _run(self, noted: _Noted) -> mx.array:
-        """Compute the recorded layers."""
-        x, count = noted.x, len(noted.layers)
-        rows, threads = x.shape[0] * x.shape[1], team()
-        sizes = self._space_sizes(rows, threads.threads)
-        ends = np.cumsum([0, *sizes.values()])
-        floats = int(ends[-1]) + ALIGNED_FLOATS
-        parts = list(zip(*noted.layers, strict=True))
-        has_chunk = isinstance(parts[-1][0].reads, ChunkReads)
-        space = np.empty(floats, np.float32) if has_chunk else threads.space(floats)
+    def _known_layers(self, _: Tails) -> dict[int, tuple[int, AttentionWindow]]:
+        """Return the cache and the window of each layer, recorded in the first decode step.
+
+        A model calls its layers with the same ones in all decode steps of an engine.
+        """
+        return {}
+
+    def _noted(self, x: mx.array, reads: DecodeReads | ChunkReads | MixedReads) -> _Noted:
+        """Begin a forward pass; compute all layers if they are known."""
+        noted = _Noted(x)
+        if type(reads) is not DecodeReads:
+            return noted
+        known = reads.step.tails.derived(self._known_layers)
+        if len(known) == len(self._parts):
+            layers = planned_step(reads, known, x.shape[0] * x.shape[1])
+            if layers:
+                noted.output = self._run(x, [[layer] for layer in layers])
+        return noted
+
+    def _run(self, x: mx.array, layers: Sequence[Sequence[LayerReads]]) -> mx.array:
+        """Compute layers."""
+        threads, rows, tables = team(), x.shape[0] * x.shape[1], self._latest
+        parts = list(zip(*layers, strict=True))
+        facts = self._facts(parts, rows, threads)
+        if facts is not None and tables is not None and tables.is_for(facts, parts[0]):
+            tables.renew(parts[0], tail_columns(parts[0][0].reads))
+        else:
+            tables = self._tables(parts, rows, threads, facts)
+            if facts is not None:
+                self._latest = tables
+        for table in tables.jobs:
+            threads.prepare(table)
+        tables.into[:] = rows_of(x)
+        output = self.output
+        if output is None or not tables.end:
+            threads.run(program_loop(), tables.program)
+            return mx.array(tables.into.reshape(x.shape))
+        normed = np.empty((rows, self._width), np.float32)
+        logits = np.empty((rows, output.product.stride), np.float32)
+        norm, head = tables.end
+        norm[PartTable.RESULT] = head[PartTable.X] = normed.ctypes.data
+        head[PartTable.RESULT] = logits.ctypes.data
+        threads.run(program_loop(), tables.program)
+        logits = logits[:, : output.product.matrix.rows]
+        return PassOutput(tables.into.reshape(x.shape), output, normed, logits)
+
+    def _facts(
+        self, parts: Sequence[Sequence[LayerReads]], rows: int, threads: Team
+    ) -> tuple[object, ...] | None:
+        """Return what tables depend on besides spans; None if they are used once."""
+        reads = parts[0][0].reads
+        if len(parts) > 1 or not isinstance(reads, DecodeReads):
+            return None
+        windows = [(of_layer.layer, of_layer.plan.window) for of_layer in parts[0]]
+        floats = self._space_sizes(rows, threads.threads)[1]
+        space = threads.space(floats).ctypes.data
+        return rows, windows, space, threads.threads, skips_logits()
+
+    def _tables(
+        self,
+        parts: Sequence[Sequence[LayerReads]],
+        rows: int,
+        threads: Team,
+        facts: tuple[object, ...] | None,
+    ) -> _PassTables:
+        """Return the tables of a pass."""
+        count = len(parts[0])
+        sizes, floats = self._space_sizes(rows, threads.threads)
+        space = np.empty(floats, np.float32) if facts is None else threads.space(floats)
         skipped = -space.ctypes.data % (4 * ALIGNED_FLOATS) // 4
-        start = space.ctypes.data + 4 * skipped
+        start, ends = space.ctypes.data + 4 * skipped, np.cumsum([0, *sizes.values()])
         places = {name: start + 4 * int(end) for name, end in zip(sizes, ends, strict=False)}
         into = space[skipped : skipped + rows * self._width].reshape(rows, self._width)
-        into[:] = np.asarray(x).reshape(rows, self._width)
 
         positions = [position for part in parts for position in part[0].plan.positions]
-        angles = self._angles(np.array(positions), count)
-        read = [self._read_of(part) for part in parts]
+        by_rotation = self._angles(np.array(positions), count)
+        angles = [by_rotation.get(part.rotation) for part in self._parts[:count]]
+        new = [self._buffers(part) for part in parts]
+        read = [self._read_of(part, buffers) for part, buffers in zip(parts, new, strict=True)]
         new_places = np.concatenate([part.new_places for part in read], axis=1)
-        dtype = _kv_dtype(parts[0][0].reads)
+        dtype = kv_dtype(parts[0][0])
         before, behind = self._part_tables(count, rows, places, angles)
         append = self._append[:count].copy()
         append[:, AppendTable.ROWS] = rows
@@ -254,30 +357,51 @@ class LayersTogether:
         appending = np.full(count, append_loop())
 
         by_layer = [(first, before), (appending, append), *attend.jobs, (last, behind)]
-        jobs = np.empty((count, len(by_layer), 2), np.int64)
+        end: list[Integers] = []
+        is_whole = facts is not None and count == len(self._parts)
+        if is_whole and self.output is not None and not skips_logits():
+            end = self._end_tables(self.output, rows, places)
+        jobs = np.empty((count * len(by_layer) + len(end), 2), np.int64)
+        of_layers = jobs[: count * len(by_layer)].reshape(count, len(by_layer), 2)
         for number, (functions, table) in enumerate(by_layer):
-            threads.prepare(table)
-            jobs[:, number, 0], jobs[:, number, 1] = functions, _addresses(table)
+            of_layers[:, number, 0], of_layers[:, number, 1] = functions, _addresses(table)
+        if end and self.output is not None:
+            jobs[len(of_layers) * len(by_layer) :] = [
+                [norm_job(), end[0].ctypes.data],
+                [self.output.product.function, end[1].ctypes.data],
+            ]
         program = np.zeros(PROGRAM_WORDS, np.int64)
         program[ProgramTable.JOBS] = jobs.ctypes.data
-        program[ProgramTable.COUNT] = count * len(by_layer)
-        if all(_is_unread(part[-1].reads) for part in parts):
+        program[ProgramTable.COUNT] = len(jobs)
+        if all(is_unread(part[-1].reads) for part in parts):
             program[ProgramTable.COUNT] += JOBS_OF_KEEPING - len(by_layer)
-        threads.run(program_loop(), program)
-        return mx.array(into).reshape(x.shape)
+        return _PassTables(
+            program,
+            into,
+            facts,
+            [of_layer.plan.spans for of_layer in parts[0]],
+            new[0],
+            read[0],
+            by_rotation,
+            new_places,
+            [of_layer.choice for of_layer in parts[0]],
+            [*(table for _, table in by_layer), *end],
+            end,
+            [read, new, attend, [part[0].plan.firsts for part in parts], jobs, space],
+        )
 
-    def _read_of(self, part: Sequence[_LayerReads]) -> _PartRead:
+    def _read_of(self, part: Sequence[LayerReads], buffers: NewTokens) -> PartRead:
         """Return the addresses that some rows read and write in each layer."""
-        plan, buffers = part[0].plan, self._buffers(part)
+        plan = part[0].plan
         windows = {of_layer.plan.window for of_layer in part}
         seen = {window: seen_columns(plan.positions, window) for window in windows}
         width = part[0].rows // (len(plan.firsts) - 1)
-        return _PartRead(width, seen, *_spans_and_places(part, buffers, width))
+        return PartRead(width, seen, *spans_and_places(part, buffers, width))
 
     def _attend_jobs(
         self,
-        parts: Sequence[Sequence[_LayerReads]],
-        read: Sequence[_PartRead],
+        parts: Sequence[Sequence[LayerReads]],
+        read: Sequence[PartRead],
         append: Integers,
         places: Mapping[str, int],
     ) -> _AttendJobs:
@@ -298,7 +422,7 @@ class LayersTogether:
             table[:, AttendTable.SEEN] = [of_part.seen[x].ctypes.data for x in windows]
             table[:, AttendTable.KEPT] = [window.keep for window in windows]
             table[:, AttendTable.SPACE] = places["attention"]
-            if _is_unread(part[-1].reads):
+            if is_unread(part[-1].reads):
                 table[-1, AttendTable.SEQUENCES] = 0
             if any(of_layer.choice for of_layer in part):
                 jobs.add_choice(part, self._parts, table, append, row, self._choice_factors)
@@ -306,11 +430,11 @@ class LayersTogether:
             row += rows
         return jobs
 
-    def _buffers(self, part: Sequence[_LayerReads]) -> _NewTokens:
+    def _buffers(self, part: Sequence[LayerReads]) -> NewTokens:
         """Return where new tokens are written: to tails if decoding, else to new arrays."""
         if isinstance(part[0].reads, DecodeReads):
-            return _tail_buffers(part)
-        width, dtype = part[0].rows, _kv_dtype(part[0].reads)
+            return tail_buffers(part)
+        width, dtype = part[0].rows, kv_dtype(part[0])
         sides: list[list[mx.array]] = []
         for of_layer, parts in zip(part, self._parts, strict=False):
             reads = of_layer.reads
@@ -324,7 +448,7 @@ class LayersTogether:
         ]
         dims = np.array([[side.shape[3] for side in layer] for layer in sides])
         token_bytes = dtype.size * dims[:, None]
-        return _NewTokens(
+        return NewTokens(
             np.array(firsts)[:, None], width * token_bytes, token_bytes, np.zeros(1, np.int64)
         )
 
@@ -347,6 +471,16 @@ class LayersTogether:
         behind[:, PartTable.HIDDEN] = places["hidden"]
         return before, behind
 
+    def _end_tables(
+        self, output: OutputParts, rows: int, places: Mapping[str, int]
+    ) -> list[Integers]:
+        """Return the tables of the final norm and of the output layer, without results."""
+        buffers = {
+            PartTable.SCALES: places["scales"],
+            PartTable.ROUNDED: places["rounded"],
+        }
+        return [output.norm_table(rows, places["x"], 0), output.product.table(rows, buffers)]
+
     def _append_tables(self) -> Integers:
         """Return the tables of `append_loop`, with the entries that never change."""
         tables = np.zeros((len(self._parts), APPEND_WORDS), np.int64)
@@ -359,8 +493,8 @@ class LayersTogether:
         tables[:, AppendTable.SCALE] = _addresses(self._scales[:, None])
         return tables
 
-    def _space_sizes(self, rows: int, threads: int) -> dict[str, int]:
-        """Return the number of floats of each buffer, rounded up to whole cache lines."""
+    def _space_sizes(self, rows: int, threads: int) -> tuple[dict[str, int], int]:
+        """Return the number of floats of each buffer, whole cache lines, and of all of them."""
         floats = {
             "x": rows * self._width,
             "sides": rows * self._stride,
@@ -373,75 +507,20 @@ class LayersTogether:
             "rounded": rows * self._digits * self._columns // 4,
             "attention": max(space_floats(*dims, threads) for dims in self._dims),
         }
-        return {name: -(-size // ALIGNED_FLOATS) * ALIGNED_FLOATS for name, size in floats.items()}
+        of = ALIGNED_FLOATS
+        rounded = {name: -(-size // of) * of for name, size in floats.items()}
+        return rounded, sum(rounded.values()) + of
 
-    def _angles(self, positions: Integers, count: int) -> list[Floats | None]:
-        """Return the angles of each layer; None for layers without RoPE."""
-        known: dict[Any, Floats | None] = {}
-        for part in self._parts[:count]:
-            rotation = part.rotation
-            if rotation not in known:
-                angles = None if rotation is None else rotation.angles(positions)
-                known[rotation] = angles if angles is not None and angles.size else None
-        return [known[part.rotation] for part in self._parts[:count]]
+    def _angles(self, positions: Integers, count: int) -> dict[RotaryPositions | None, Floats]:
+        """Return the angles of each rotation that rotates."""
+        rotations = {part.rotation for part in self._parts[:count]}
+        return {x: x.angles(positions) for x in rotations if x is not None and x.pairs}
 
 
-def _kv_dtype(reads: DecodeReads | ChunkReads) -> mx.Dtype:
-    """Return the dtype in which a layer's new keys and values are stored."""
-    if isinstance(reads, DecodeReads):
-        return reads.step.tails.shapes[reads.layer].dtype
-    return reads.dtype or mx.float32
-
-
-def _is_unread(reads: DecodeReads | ChunkReads) -> bool:
-    """Return whether the output of a layer is not read."""
-    return isinstance(reads, ChunkReads) and reads.last
-
-
-def _planned(
-    reads: DecodeReads | ChunkReads | MixedReads, rows: int, window: AttentionWindow
-) -> list[_LayerReads]:
-    """Return a layer's reads for the rows of a pass; none if ordered attention cannot read it."""
-    if isinstance(reads, MixedReads):
-        pairs = zip(reads.parts, reads.sizes, strict=True)
-        planned = [_planned(part, count * width, window) for part, (count, width) in pairs]
-        return [layer for part in planned for layer in part] if all(planned) else []
-    if isinstance(reads, ChunkReads):
-        plan = chunk_plan(reads, rows, window)
-        return [] if plan is None else [_LayerReads(reads, plan, rows)]
-    in_step = step_plan(reads.step, reads.layer, window)
-    return [] if in_step is None else [_LayerReads(reads, in_step[0], rows, in_step[1])]
-
-
-def _tail_buffers(part: Sequence[_LayerReads]) -> _NewTokens:
-    """Return the addresses of the tails of a decode step."""
-    reads = part[0].reads
-    assert isinstance(reads, DecodeReads)
-    layers = [of_layer.reads.layer for of_layer in part]
-    tails = reads.step.tails.derived(tail_addresses)[layers]
-    slots, columns = np.array([(row.slot, row.tail) for row in reads.step.rows]).T
-    firsts = tails[:, None, :, 0] + slots[:, None] * tails[:, None, :, 1]
-    return _NewTokens(firsts, tails[:, None, :, 2], tails[:, None, :, 3], columns)
-
-
-def _spans_and_places(
-    part: Sequence[_LayerReads], buffers: _NewTokens, width: int
-) -> tuple[Integers, Integers]:
-    """Return the spans that layers read, and the places to which new tokens are written.
-
-    Shapes are (layers, spans, 6), see `AttendTable`, and (layers, rows, 4), see `AppendTable`.
-    """
-    plan = part[0].plan
-    spans = plan.of_layers([of_layer.reads.layer for of_layer in part])
-    lasts = plan.firsts[1:] - 1
-    spans[:, lasts, 0:4:2] = buffers.firsts
-    spans[:, lasts, 1:4:2] = buffers.head_bytes
-    new_columns = (buffers.columns[:, None] + np.arange(width)).ravel()
-    places = np.empty((len(spans), len(new_columns), 4), np.int64)
-    places[..., 0::2] = np.repeat(buffers.firsts, width, axis=1)
-    places[..., 0::2] += new_columns[:, None] * buffers.token_bytes
-    places[..., 1::2] = buffers.head_bytes
-    return spans, places
+def _fits(choice: StepChoice | None, other: StepChoice | None) -> bool:
+    if choice is None or other is None:
+        return choice is other
+    return choice.fits(other)
 
 
 def share_angles(parts: Sequence[CompiledParts]) -> None:

@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from penstock.memory import ModelSpec
+from penstock.models.layer_seams import HEAD
 from penstock.models.weight_packer import Packing
 from penstock.plugins.cpu.attention_tiles import LANES, converts_halves
 from penstock.plugins.cpu.compiled_jobs import board_loops
@@ -22,6 +23,7 @@ from penstock.plugins.cpu.packed_layers import (
     form_of,
     packed_layer,
 )
+from penstock.plugins.cpu.packed_output import OutputParts, PackedNorm
 from penstock.plugins.cpu.packed_products import (
     PackedEmbedding,
     PackedHead,
@@ -38,6 +40,8 @@ if find_spec("numba") is None:
 board_loops()
 
 
+RMS_NORM = "RMSNorm"
+"""Class of a final norm, MLX's or mlx-lm's own."""
 PACKED = ("affine", "mxfp4")
 """Supported quantization modes."""
 TOGETHER = frozenset(
@@ -81,8 +85,10 @@ def pack(model: nn.Module, *, exact: bool, read: Callable[[str], None]) -> None:
         layer = packed_layer(_at(model, name), exact=exact, read=partial(_read_part, read, name))
         if layer is not None:
             _put(model, name, layer)
-    for layers in _in_turn(model):
-        compute_together(layers)
+    output = _pack_norm(model)
+    runs = _in_turn(model)
+    for layers in runs:
+        compute_together(layers, output if layers is runs[-1] else None)
     pack_each(lambda name: True)
     mx.eval(model.parameters())  # type: ignore[no-untyped-call]
 
@@ -138,6 +144,24 @@ def _in_turn(model: nn.Module) -> list[list[PackedDecoderLayer]]:
     return [layers[start:end] for start, end in pairwise([0, *ends])]
 
 
+def _pack_norm(model: nn.Module) -> OutputParts | None:
+    """Replace the final norm if all layers and the output layer are packed; return both."""
+    names = _names(model, lambda _, module: isinstance(module, PackedDecoderLayer))
+    layers = getattr(model, "layers", None) or []
+    if not names or len(names) < len(layers):
+        return None
+    stack = _at(model, names[0].rpartition(".layers.")[0])
+    norm, head = stack.get("norm"), stack.get("embed_tokens")
+    holders = [module for module in (model, model.get("language_model")) if module is not None]
+    for holder in holders:
+        head = holder.get(HEAD, head)
+    if not isinstance(head, PackedHead | PackedEmbedding) or type(norm).__name__ != RMS_NORM:
+        return None
+    output = OutputParts(norm, head.product, from_one=layers[0].form.from_one)
+    stack.norm = PackedNorm(norm, output)
+    return output
+
+
 def _packed(name: str, module: Any, *, exact: bool) -> nn.Module:
     """Return the packed replacement of a module that `takes` holds for."""
     if are_experts(module):
@@ -145,7 +169,7 @@ def _packed(name: str, module: Any, *, exact: bool) -> nn.Module:
     matrix = packed_matrix(module)
     if isinstance(module, nn.QuantizedEmbedding):
         return PackedEmbedding(matrix, exact=exact)
-    kind = PackedHead if name == "lm_head" else PackedLinear
+    kind = PackedHead if name == HEAD else PackedLinear
     return kind(matrix, module.get("bias"), exact=exact)
 
 

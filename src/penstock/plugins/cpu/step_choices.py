@@ -11,7 +11,6 @@ from penstock.attention.attention_backend import DecodeStep
 from penstock.attention.selection.choice_blocks import BLOCK_TOKENS, FIRST_BLOCKS
 from penstock.attention.selection.key_index import KeyIndex
 from penstock.attention.selection.selection import Selection
-from penstock.attention.span_attention import AttentionWindow
 from penstock.kv.codecs.rotation import signs_of
 from penstock.kv.codecs.turbo import padded
 from penstock.kv.numpy_arrays import Floats, Integers
@@ -36,7 +35,9 @@ class StepChoice:
     """Index after the last selectable block of all rows."""
 
     @classmethod
-    def of(cls, step: DecodeStep, firsts: Integers, numbers: Sequence[int]) -> StepChoice:
+    def of(
+        cls, step: DecodeStep, firsts: Integers, index: Integers, numbers: Sequence[int]
+    ) -> StepChoice:
         """Return the choice of a step's new tokens with these indices; the others read all."""
         selection, choices = step.selection, []
         for number, row in enumerate(step.new_tokens):
@@ -45,34 +46,27 @@ class StepChoice:
                 start = selection.recent_start(row.position) // BLOCK_TOKENS
                 blocks = selection.blocks(row.position)
             choices.append([start, blocks, 0, row.position + 1])
-        tail = np.zeros((len(step.tails.shapes), PLACES + 1, 2), np.int64)
-        index = [
-            part
-            for row in step.rows
-            for part in (*(p.segment.derived(segment_addresses) for p in row.parts), tail)
-        ]
         own = np.array(choices)
         spans = int(np.diff(firsts).max())
         # A block may be cut by the end of each span.
         most = FIRST_BLOCKS + int(own[:, 1].max()) + 1 + spans
-        return cls(selection, own, np.stack(index, axis=1), most, int(own[:, 0].max()))
+        return cls(selection, own, index, most, int(own[:, 0].max()))
+
+    def fits(self, other: StepChoice) -> bool:
+        """Return whether tables with another choice of the same spans hold for this one, too."""
+        alike = self.index is other.index and self.selection is other.selection
+        return alike and (self.most, self.stop) == (other.most, other.stop)
 
 
-def step_choice(
-    step: DecodeStep, layer: int, window: AttentionWindow, firsts: Integers
-) -> StepChoice | None:
-    """Return what a step selects in a layer; None if its index has values, which are read, too.
-
-    Args:
-        firsts: index of the first span of each row, and the end.
-    """
-    if step.selection.index.with_values:
-        return None
-    key = step_choice, window
-    if key not in step.kernel_plans:
-        step.kernel_plans[key] = StepChoice.of(step, firsts, step.choosing(layer, window))
-    choice: StepChoice = step.kernel_plans[key]
-    return choice
+def index_of(step: DecodeStep) -> Integers:
+    """Return the addresses of the index of all spans of a step; see `StepChoice.index`."""
+    tail = np.zeros((len(step.tails.shapes), PLACES + 1, 2), np.int64)
+    index = [
+        part
+        for row in step.rows
+        for part in (*(p.segment.derived(segment_addresses) for p in row.parts), tail)
+    ]
+    return np.stack(index, axis=1)
 
 
 @dataclass(slots=True)
