@@ -17,10 +17,12 @@ from core_parts import way_of, why_of
 from mlx_lm.models import cache as theirs
 from mlx_lm.models import deepseek_v3, deepseek_v32
 from parity_models import SHARED, Step, assert_same, generate, model_of, prompt_of
+from step_copies import step_bytes
 
-from penstock.attention import devices, latent_decode
+from penstock.attention import chosen_tokens, devices, latent_decode
 from penstock.attention.attention_backend import DecodeStep
 from penstock.attention.attention_plan import DecodeRow
+from penstock.attention.chosen_tokens import IndexPart
 from penstock.attention.latent_reads import latent_reads
 from penstock.attention.selection.key_index import KeyIndex
 from penstock.attention.selection.selection import READ_ALL, Selection
@@ -76,19 +78,6 @@ def wide_model(family: str) -> Any:
     return model
 
 
-def step_bytes(core: Core, tokens: int) -> float:
-    """Return the peak of a decode step behind `tokens` tokens, as a share of a layer's KV."""
-    prompt = prompt_of(tokens)
-    for _ in range(2):
-        ask(core, prompt, 1)
-        drain(core)
-    ask(core, prompt, 1)
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    drain(core)
-    return (mx.get_peak_memory() - before) / (tokens * core.view.token_bytes)
-
-
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
 def test_decode_step_copies_no_latents(family: str) -> None:
     with engine(wide_model(family), block_size=64, prefill_chunk=256) as core:
@@ -104,7 +93,7 @@ def test_text_is_equal_cold_warm_batched_and_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lazy_parts: int
 ) -> None:
     """Chosen tokens are copied with or without evaluating the choice."""
-    monkeypatch.setattr(latent_decode, "LAZY_PARTS", lazy_parts)
+    monkeypatch.setattr(chosen_tokens, "LAZY_PARTS", lazy_parts)
     family, fork = "deepseek_v32", (*BASE[:40], *prompt_of(30, 3))
     prompts = (BASE, fork, BASE[:20])  # the last reads all tokens at first
     with running(tmp_path, model=model_of(family), **SMALL) as core:
@@ -187,20 +176,19 @@ def test_index_scores_choose_what_the_model_chooses(count: int) -> None:
         module(x[:, :-1], qr[:, :-1], None, kv)
     chosen = module(x[:, -1:], qr[:, -1:], None, kv)
 
-    class Place:
-        offset = count - 1
-
-    index, key = own_indexes.FORMS["mlx_lm.models.deepseek_v32", "Indexer"](
-        module, x[:, -1:], qr[:, -1:], Place()
-    )
+    index, key = own_indexes.head_sum_index(module, x[:, -1:], qr[:, -1:], count - 1)
     keys = kv.keys[0, :, : kv.offset]
     assert mx.allclose(key[0], keys[:, -1:], atol=1e-5)
-    assert index.budget == args.index_topk
-    if count <= index.budget:
+    budget = index.budget(count)
+    assert budget == args.index_topk
+    if count <= budget:
         assert chosen is None
         return
-    scores = mx.concatenate([index.scores(0, 0, keys[:, :7]), index.scores(0, 0, keys[:, 7:])])
-    ours = mx.argpartition(scores, kth=-index.budget)[-index.budget :]
+    parts = ((0, keys[:, :7]), (7, keys[:, 7:]))
+    scores = mx.concatenate(
+        [index.scores(0, 0, IndexPart(part, part[..., :0], at, count)) for at, part in parts]
+    )
+    ours = mx.argpartition(scores, kth=-budget)[-budget:]
     assert set(ours.tolist()) == set(chosen.flatten().tolist())
 
 
@@ -326,9 +314,9 @@ def test_choice_that_latents_do_not_have_is_refused(
 def test_columns_of_parts_are_gathered_in_order(
     monkeypatch: pytest.MonkeyPatch, lazy_parts: int
 ) -> None:
-    monkeypatch.setattr(latent_decode, "LAZY_PARTS", lazy_parts)
+    monkeypatch.setattr(chosen_tokens, "LAZY_PARTS", lazy_parts)
     rows = mx.random.normal((1, 30, 4))
     parts = [rows[:, :11], rows[:, 11:12], rows[:, 12:25], rows[:, 25:]]
     for columns in ([0, 10, 11, 12, 24, 25, 29], [12, 13], [29], list(range(30))):
-        copied = latent_decode.gathered(parts, mx.array(columns, mx.uint32))
+        copied = chosen_tokens.gathered(parts, mx.array(columns, mx.uint32))
         assert mx.array_equal(copied, rows[:, mx.array(columns)])

@@ -57,7 +57,7 @@ def free_beside_tree(core: Core, nbytes: int) -> int:
 
 
 def way_of(core: Core) -> str:
-    """Return how the model's KV is read: "shared", "latent" or "joined"."""
+    """Return how the model's KV is read: "shared", "indexed", "latent" or "joined"."""
     return core.runner.fitness.way
 
 

@@ -72,7 +72,7 @@ class Row:
     family: str
     layers: str = ""
     way: str = ""
-    """`shared`, `latent`, `joined`, or `-` where there is no attention."""
+    """`shared`, `indexed`, `latent`, `joined`, or `-` where there is no attention."""
     reuse: str = ""
     why: str = ""
 

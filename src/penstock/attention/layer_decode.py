@@ -10,6 +10,12 @@ import mlx.core as mx
 from penstock.attention import span_attention
 from penstock.attention.attention_backend import AttentionBackend, DecodeStep
 from penstock.attention.attention_plan import AttentionPlan, DecodeRow, SharedRead, plan_attention
+from penstock.attention.chosen_tokens import (
+    ChosenTokens,
+    gathered,
+    read_with_tail,
+    visible_pieces,
+)
 from penstock.attention.joined_reads import read_sides
 from penstock.attention.selection.selected_reads import ChoiceReader, choose
 from penstock.attention.selection.spilled_reads import whole
@@ -45,6 +51,39 @@ class LayerDecode:
         else:
             result = self._alone(in_base_2, step.rows[0], step.layout(self.window), sunk)
         return result if result.dtype == queries.dtype else result.astype(queries.dtype)
+
+    def attend_chosen(
+        self,
+        queries: mx.array,
+        scale: float,
+        chosen: Mapping[int, ChosenTokens],
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Attend like `attend`; the new tokens in `chosen` read these tokens only."""
+        if not chosen:
+            return self.attend(queries, scale, sinks)
+        sunk = None if sinks is None else sinks.astype(mx.float32) * span_attention.LOG2_E
+        in_base_2 = span_attention.in_base_2(queries, scale)
+        mx.async_eval([choice.columns for choice in chosen.values()])  # type: ignore[no-untyped-call]
+        outputs, rows = dict[int, mx.array](), self.step.new_tokens
+        for number, choice in chosen.items():
+            row, token = divmod(number, self.step.width)
+            own = in_base_2[row : row + 1, :, token : token + 1]
+            outputs[number] = self._attend_to(own, rows[number], choice, sunk)
+        result = self._by_row(in_base_2, outputs, sunk)
+        return result if result.dtype == queries.dtype else result.astype(queries.dtype)
+
+    def _attend_to(
+        self, queries: mx.array, row: DecodeRow, choice: ChosenTokens, sinks: mx.array | None
+    ) -> mx.array:
+        """Attend to the chosen tokens of a row, which are copied together."""
+        sides = read_with_tail(self.step, self.layer, row, visible_pieces(row, self.window))
+        keys, values = self._of_tails(*(gathered(side, choice.columns) for side in sides))
+        heads, kv_heads = queries.shape[1], values.shape[0]
+        stacked = span_attention.grouped(queries, kv_heads)
+        part = self.device.attend_decode(stacked, [keys], [values], choice.seen)
+        sunk = None if sinks is None else _sunk(sinks, kv_heads, 1, 1)
+        return span_attention.ungrouped(span_attention.merged([part], sunk), 1, heads)
 
     def _chosen(
         self, queries: mx.array, scale: float, numbers: Sequence[int], sinks: mx.array | None

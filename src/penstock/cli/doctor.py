@@ -85,8 +85,8 @@ def doctor(
     """Show back end, BLAS and its speed, memory, versions, and any problems.
 
     With a model, also show the library that loads it, and how the engine reads keys and values,
-    with the reasons. They are read in place (shared, latent), or concatenated layer by layer
-    (joined). For a model that the engine cannot run, show the reason.
+    with the reasons. They are read in place (shared, indexed, latent), or concatenated layer by
+    layer (joined). For a model that the engine cannot run, show the reason.
 
     Exits with 0 if there is no problem, 1 if one makes penstock slow or unusable.
     """
@@ -243,6 +243,7 @@ def _add_fit(rows: list[tuple[str, str]], fit: FitnessReport) -> None:
         return
     where = {
         "shared": "read in place",
+        "indexed": "chosen by its own index, and read in place in decode steps",
         "latent": "latents, read in place in decode steps",
         "joined": "concatenated layer by layer in each step",
     }

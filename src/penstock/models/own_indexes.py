@@ -1,8 +1,8 @@
 """Indexes that models bring of their own, and how decode steps of the engine choose by them.
 
-A model with sparse attention has a module that scores the tokens of the past by small index keys,
-and picks those that its layer reads. For a step of the engine the module hands its queries to the
-cache, which scores each part of a sequence where it lies.
+A model with sparse attention scores the tokens of the past by small index keys, and picks those
+that its layer reads. For a step of the engine the model's module hands its queries to the cache,
+which scores each part of a sequence where it lies.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from penstock.attention.latent_reads import LatentReads
+from penstock.attention.choosing_reads import ChoosingReads
+from penstock.attention.chosen_tokens import IndexPart
+
+FORCED = 1e29
+"""Score of tokens that are read in any case; finite, as all others' scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,35 +30,67 @@ class HeadSumIndex:
     """Queries of the new tokens, (b, heads, n, dim)."""
     weights: mx.array
     """Weights of the heads, (b, heads, n, 1)."""
-    budget: int
+    tokens: int
+    """Number of tokens to choose."""
+    first: int = 0
+    """Number of first tokens that are read in any case."""
+    last: int = 0
+    """The same of the last ones, with the new token."""
 
-    def scores(self, row: int, token: int, keys: mx.array) -> mx.array:
-        """Return the scores (n,) of index keys (1, n, dim) for a new token."""
+    block = 1
+    negates = False
+
+    def budget(self, count: int) -> int:
+        return self.tokens
+
+    def scores(self, row: int, token: int, part: IndexPart) -> mx.array:
+        """See `OwnIndex`."""
+        scores = self._weighted(row, token, part.keys)
+        if not (self.first or self.last):
+            return scores
+        columns = part.start + mx.arange(len(scores))
+        forced = (columns < self.first) | (columns >= part.count - self.last)
+        return mx.where(forced, FORCED, scores)
+
+    def _weighted(self, row: int, token: int, keys: mx.array) -> mx.array:
         place = slice(row, row + 1), slice(None), slice(token, token + 1)
         products = mx.maximum(self.queries[place] @ keys[None].swapaxes(-1, -2), 0)
         return (products * self.weights[place]).sum(axis=1).reshape(-1)
 
 
-def _deepseek(
-    module: Any, x: mx.array, qr: mx.array, cache: LatentReads
+def head_sum_index(
+    module: Any, x: mx.array, qr: mx.array, offset: Any
 ) -> tuple[HeadSumIndex, mx.array]:
     """Return the index of a step, and the index keys of its tokens, (b, 1, n, dim)."""
     b, s, _ = x.shape
     queries = module.wq_b(qr).reshape(b, s, module.n_heads, module.head_dim).swapaxes(1, 2)
     keys = module.k_norm(module.wk(x)).reshape(b, 1, s, module.head_dim)
-    queries = module.rope(queries, offset=cache.offset)
-    keys = module.rope(keys, offset=cache.offset)
+    queries, keys = (module.rope(side, offset=offset) for side in (queries, keys))
     weights = module.weights_proj(x) * (module.n_heads**-0.5 * module.softmax_scale)
+    forced = (getattr(module, f"index_{name}_tokens", 0) for name in ("init", "local"))
     weights = weights.swapaxes(-1, -2)[..., None]
-    return HeadSumIndex(queries, weights, module.index_topk), keys
+    return HeadSumIndex(queries, weights, module.index_topk, *forced), keys
 
 
-_Form = Callable[[Any, mx.array, mx.array, LatentReads], tuple[HeadSumIndex, mx.array]]
+def _by_head_sum(kind: Any) -> Any:
+    class HeadSumChooser(kind):  # type: ignore[misc]
+        def __call__(self, x: mx.array, qr: mx.array, mask: Any, cache: Any = None) -> Any:
+            if not isinstance(cache, ChoosingReads):
+                return super().__call__(x, qr, mask, cache)
+            cache.choose(*head_sum_index(self, x, qr, cache.offset))
+            return None  # the layer's cache has the choice
+
+    return HeadSumChooser
+
+
+_Form: TypeAlias = Callable[[Any], Any]
 FORMS: dict[tuple[str, str], _Form] = {
-    ("mlx_lm.models.deepseek_v32", "Indexer"): _deepseek,
-    ("mlx_vlm.models.deepseek_v32.language", "Indexer"): _deepseek,
+    ("mlx_lm.models.deepseek_v32", "Indexer"): _by_head_sum,
+    ("mlx_vlm.models.deepseek_v32.language", "Indexer"): _by_head_sum,
+    ("mlx_vlm.models.hy_v4.indexer", "HyV4Indexer"): _by_head_sum,
+    ("mlx_vlm.models.longcat_flash_sparse.language", "Indexer"): _by_head_sum,
 }
-"""Function that reads each class of indexes, by its module and name."""
+"""Function that subclasses each class of indexes, by its module and name."""
 
 
 def has_index(model: nn.Module) -> bool:
@@ -63,28 +99,9 @@ def has_index(model: nn.Module) -> bool:
     return any(chooser(base) for part in modules for base in type(part).__mro__)
 
 
-def shares_choice(model: nn.Module) -> bool:
-    """Return whether layers without an index take the choice of an earlier layer, as in GLM 5.2.
-
-    Such a model hands the chosen tokens on itself, and a `Chooser` returns none.
-    """
-    modules: list[nn.Module] = model.modules()  # type: ignore[no-untyped-call]
-    return any(getattr(part, "indexer", part) is None for part in modules)
-
-
 @functools.cache
 def chooser(kind: Any) -> type[nn.Module] | None:
-    """Return a subclass of an index that chooses by `LatentReads`; None for other classes."""
-    known = FORMS.get((kind.__module__, kind.__name__))
-    if known is None:
-        return None
-    form: _Form = known
-
-    class Chooser(kind):  # type: ignore[misc]
-        def __call__(self, x: mx.array, qr: mx.array, mask: Any, cache: Any = None) -> Any:
-            if not isinstance(cache, LatentReads):
-                return super().__call__(x, qr, mask, cache)
-            cache.choose(*form(self, x, qr, cache))
-            return None  # the layer's cache has the choice
-
-    return Chooser
+    """Return a subclass of an index that chooses by `ChoosingReads`; None for other classes."""
+    form = FORMS.get((kind.__module__, kind.__name__))
+    subclass: type[nn.Module] | None = None if form is None else form(kind)
+    return subclass

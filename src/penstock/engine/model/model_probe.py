@@ -16,7 +16,8 @@ from mlx.utils import tree_flatten
 
 from penstock.attention.attention_backend import DecodeStep
 from penstock.attention.attention_plan import DecodeRow
-from penstock.attention.latent_reads import check_read, latent_reads
+from penstock.attention.choosing_reads import check_read, choosing_reads
+from penstock.attention.latent_reads import latent_reads
 from penstock.attention.reads import Reads, decode_reads
 from penstock.attention.span_attention import AttentionWindow
 from penstock.errors import ModelError
@@ -27,7 +28,7 @@ from penstock.models import mlx_lm as seam
 from penstock.models.adapters import adapters_of
 from penstock.models.arguments import absorbs
 from penstock.models.headless import vocabulary_of
-from penstock.models.own_indexes import has_index, shares_choice
+from penstock.models.own_indexes import has_index
 
 LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 """Pattern of the layer in the name of a weight."""
@@ -35,13 +36,14 @@ ACTIVATIONS = 2
 """Approximate number of values alive per output value of a layer's matrix products."""
 MOST_EXPERTS = 8
 """Assumed maximum number of experts per token in a layer."""
-Way = Literal["shared", "latent", "joined"]
+Way = Literal["shared", "indexed", "latent", "joined"]
 PROBE = (3, 1, 4, 1, 5, 2)
 """Token ids of the test prompt, valid in every vocabulary."""
 TOLERANCE = {mx.float32: 1e-3}
 """Maximum difference of two logits by dtype, relative to the largest logit."""
 HALF_TOLERANCE = 6e-2
 """Maximum relative difference for all other dtypes."""
+_PARTS = {"latent": "latents", "indexed": "chosen tokens"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,9 @@ class Fitness:
     """Attention path of a model, and how it was determined."""
 
     way: Way
-    """`shared`: attend to each span in place; `latent`: the same to the latents of MLA in decode
-    steps, and prefill as `joined`; `joined`: copy the spans of a layer together first."""
+    """`shared`: attend to each span in place; `indexed`: the same in decode steps, to what an index
+    of the model's own chooses, and prefill as `joined`; `latent`: as `indexed` to the latents of
+    MLA, with or without an index; `joined`: copy the spans of a layer together first."""
     why: str
     modules: tuple[str, ...]
     """Patched modules of mlx-lm."""
@@ -58,7 +61,7 @@ class Fitness:
     """Whether results depend on how a prompt is chunked. Then prompts use mlx-lm's chunks, and
     their KV is not shared."""
     indexed: bool = False
-    """Whether layers with latents choose by an index of the model's own."""
+    """Whether layers choose by an index of the model's own."""
     several: bool = True
     """Whether steps with several tokens per row read KV as those with one do; else it is joined."""
 
@@ -154,47 +157,48 @@ def try_model(runner: ProbedRunner, modules: tuple[str, ...]) -> tuple[Fitness, 
     """
     expected = _plain_logits(runner)
     vocabulary_size = vocabulary_of(runner.model, expected.shape[-1])
+    indexed, why = has_index(runner.model), ""
     if runner.layout.compresses:
         why = "its layers compress what they keep"
     elif not modules and runner.attention_windows:
         why = "its attention does not go through mlx-lm's common function"
-    else:
+    elif not indexed:
         why = _difference(runner, "shared", expected)
         if not why:
             why = "its attention goes through mlx-lm's function"
             if not runner.attention_windows:
                 why = "it has no attention"
             return Fitness("shared", why, modules), vocabulary_size
-    in_place = absorbs(runner.model) and not shares_choice(runner.model)
-    if in_place and not runner.layout.compresses:
-        latents = _difference(runner, "latent", expected)
-        if not latents:
-            why = "its latents go through mlx-lm's attention function"
-            indexed, several = has_index(runner.model), _reads_two(runner, expected)
-            fitness = Fitness("latent", why, modules, indexed=indexed, several=several)
+    way: Way | None = "latent" if absorbs(runner.model) else "indexed" if indexed else None
+    if way is not None and not runner.layout.compresses:
+        in_place = _difference(runner, way, expected)
+        if not in_place:
+            why = f"its {_PARTS[way]} go through mlx-lm's attention function"
+            several = _reads_two(runner, way, expected)
+            fitness = Fitness(way, why, modules, indexed=indexed, several=several)
             return fitness, vocabulary_size
-        why = f"{why}; its latents: {latents}"
+        why = "; ".join(filter(None, [why, f"its {_PARTS[way]}: {in_place}"]))
     wrong = _difference(runner, "joined", expected)
     if wrong and _difference(runner, "joined", expected, whole=True):
         raise ModelError(f"the engine cannot run this model: {why}; joined, {wrong}")
     return Fitness("joined", why, modules, whole=bool(wrong)), vocabulary_size
 
 
-def _reads_two(runner: ProbedRunner, expected: mx.array) -> bool:
-    """Return whether a step with two tokens of a row gives the logits of two steps on latents."""
+def _reads_two(runner: ProbedRunner, way: Way, expected: mx.array) -> bool:
+    """Return whether a step with two tokens of a row gives the logits of two steps in place."""
     *first, before, last = PROBE
     try:
-        chunk = runner.chunk(first, [], 0, None, "latent")
+        chunk = runner.chunk(first, [], 0, None, way)
         row = DecodeRow((KVSpan(chunk.segment, 0, len(first)),), len(first), 0, 0)
         tails = Tails(1, 2, runner.shapes)
         tails.ready()
         step = DecodeStep.of(runner.device, [row], tails, 2)
-        readers = step_reads("latent", step, runner.attention_windows)
+        readers = step_reads(way, step, runner.attention_windows)
         states = RecurrentState(chunk.states).row_states()
         caches, _ = runner.layout.caches(readers, states)
         logits = runner.model(mx.array([[before, last]]), cache=caches)[0]
         return not differs(logits.astype(mx.float32), expected, logits.dtype)
-    # As in `_difference`: joined latents are read then.
+    # As in `_difference`: joined KV is read then.
     except Exception:  # noqa: BLE001
         return False
 
@@ -280,7 +284,9 @@ def step_reads(
     way: Way, step: DecodeStep, attention_windows: Sequence[AttentionWindow]
 ) -> Sequence[Reads]:
     """Return the caches for a decode step that reads KV in place, one per layer."""
-    make = latent_reads if way == "latent" else decode_reads
+    if way == "latent":
+        return latent_reads(step, attention_windows)
+    make = choosing_reads if way == "indexed" else decode_reads
     return make(step, attention_windows)
 
 

@@ -371,9 +371,9 @@ class Runner:
             logits, after = (mx.concatenate(list(side)) for side in zip(*by_row, strict=True))
             return logits[:, 0], after
         step = self._decode_step(rows, tails, 1)
-        if self.fitness.way == "latent":  # with an index, the head has two caches
-            latents = step_reads("latent", step, self.attention_windows)
-            reads, _ = self.layout.caches(latents, None)[0][-1]
+        if self.fitness.way != "shared":  # with an index, the head has two caches
+            by_layer = step_reads(self.fitness.way, step, self.attention_windows)
+            reads, _ = self.layout.caches(by_layer, None)[0][-1]
         else:
             layer = len(self.attention_windows) - 1
             reads = DecodeReads(step, layer, self.attention_windows[layer])
