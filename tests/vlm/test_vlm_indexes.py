@@ -28,13 +28,14 @@ from penstock.plugins.vlm.vlm_reader import TextModel
 
 ALTERNATING = ["full", "shared", "full", "shared"]
 CHANGES: dict[str, dict[str, Any]] = {
+    "qwen4_exp": {},
     "hy_v4": {},
     "glm_moe_dsa": {"indexer_types": ALTERNATING},
     "longcat_flash_sparse": {"index_init_tokens": 2, "index_local_tokens": 3},
 }
 """Families, and arguments that the matrix of families does not try."""
 SMALL: dict[str, Any] = {"memory_limit": "400MB", "block_size": 16, "prefill_chunk": 32}
-WAYS: dict[str, str] = {}
+WAYS = {"qwen4_exp": "indexed"}
 
 
 def build(name: str) -> TextModel:

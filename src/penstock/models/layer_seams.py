@@ -19,7 +19,7 @@ from penstock.caches.codec import TurboQuant
 from penstock.caches.selective import SelectiveKVCache
 from penstock.kv.checks import loaded_model
 from penstock.models.latent_products import absorber
-from penstock.models.own_indexes import chooser
+from penstock.models.own_indexes import HELPERS, chooser
 
 _ATTENTION = "scaled_dot_product_attention"
 HEAD = "lm_head"
@@ -40,6 +40,7 @@ def attach(model: nn.Module) -> tuple[str, ...]:
     loaded_model("attach", model)
     named: list[tuple[str, nn.Module]] = model.named_modules()  # type: ignore[no-untyped-call]
     names = {type(module).__module__ for _, module in named}
+    names |= {helper for name in names for helper in HELPERS.get(name, ())}
     for name, part in named:
         kind = _SEAMS.get(type(part)) or chooser(type(part)) or absorber(type(part))
         if kind is not None:

@@ -672,6 +672,15 @@ class ModelLayout:
     def rows(self) -> dict[int, Rows]:
         return dict(enumerate(self.compression.rows))
 
+    def start_of(self, name: str) -> int:
+        """Return the value of a state's array before the first token, by its name in `StateForm`.
+
+        It is 0 unless the class of the cache has another in `starts`, by place.
+        """
+        number, place = map(int, name.split("."))
+        starts: dict[int, int] = getattr(self.state_caches[number], "starts", {})
+        return starts.get(place, 0)
+
     def caches(
         self, reads: Sequence[Any], states: States | None, position: int = 0
     ) -> tuple[list[Any], list[Any]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import sqrt
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -83,14 +84,67 @@ def _by_head_sum(kind: Any) -> Any:
     return HeadSumChooser
 
 
+@dataclass(frozen=True, slots=True)
+class PooledIndex:
+    """Index of Qwen4: positive scores of all index heads with the mean key of each block."""
+
+    module: Any
+    queries: mx.array
+    """Rotated queries of the new tokens, (b, heads, n, dim)."""
+
+    negates = False
+
+    @property
+    def block(self) -> int:
+        return int(self.module.compress_ratio)
+
+    def budget(self, count: int) -> int:
+        return int(self.module.block_topk) * self.block + count % self.block
+
+    def scores(self, row: int, token: int, part: IndexPart) -> mx.array:
+        """See `OwnIndex`."""
+        module, keys = self.module, part.keys
+        blocks = mx.unflatten(keys.astype(mx.float32), 1, (-1, self.block))
+        pooled = module.k_layernorm(mx.mean(blocks, axis=2).astype(keys.dtype))
+        positions = part.start + self.block * mx.arange(pooled.shape[1], dtype=mx.int32)
+        pooled = module._apply_rope(pooled[:, None], positions[None]).astype(mx.float32)
+        queries = self.queries[row, :, token : token + 1].astype(mx.float32)
+        products = mx.maximum(queries @ pooled.squeeze(0).swapaxes(-1, -2), 0)
+        scores: mx.array = products.sum(axis=0).reshape(-1) / sqrt(module.head_dim)
+        return scores
+
+
+def _by_pooled_keys(kind: Any) -> Any:
+    class PooledChooser(kind):  # type: ignore[misc]
+        def select_from_projected(self, qk: mx.array, cache: Any, position_ids: Any) -> Any:
+            if not isinstance(cache, ChoosingReads):
+                return super().select_from_projected(qk, cache, position_ids)
+            assert cache.index is not None
+            b, s, _ = qk.shape
+            if position_ids is None:
+                position_ids = self._default_position_ids(b, cache.offset, s)
+            heads = qk.reshape(b, s, -1, self.head_dim).swapaxes(1, 2)
+            queries = self.q_layernorm(heads[:, : self.n_heads])
+            queries = self._apply_rope(queries, position_ids)
+            cache.index.choose(PooledIndex(self, queries), heads[:, self.n_heads :])
+            return None
+
+    return PooledChooser
+
+
 _Form: TypeAlias = Callable[[Any], Any]
 FORMS: dict[tuple[str, str], _Form] = {
     ("mlx_lm.models.deepseek_v32", "Indexer"): _by_head_sum,
     ("mlx_vlm.models.deepseek_v32.language", "Indexer"): _by_head_sum,
     ("mlx_vlm.models.hy_v4.indexer", "HyV4Indexer"): _by_head_sum,
     ("mlx_vlm.models.longcat_flash_sparse.language", "Indexer"): _by_head_sum,
+    ("mlx_vlm.models.qwen4_exp.language", "Qwen4ExpQSAIndexer"): _by_pooled_keys,
 }
 """Function that subclasses each class of indexes, by its module and name."""
+HELPERS = {
+    "mlx_vlm.models.qwen4_exp.language": ("mlx_vlm.models.qwen3_5.speculative_verifier",),
+}
+"""Modules without layers that compute the attention of those in a module."""
 
 
 def has_index(model: nn.Module) -> bool:

@@ -291,11 +291,11 @@ def step_reads(
 
 
 def _check_fresh(runner: ProbedRunner, tokens: Sequence[int], expected: States, way: Way) -> None:
-    """Raise ModelError unless the initial states of the recurrent layers are zeros.
+    """Raise ModelError unless the initial states of the recurrent layers are as expected.
 
     Otherwise rows without states could not be batched with others.
     """
     states = runner.chunk(tokens, [], 0, runner.fresh_state(), way).states
     for actual, reference in zip(arrays(states), arrays(expected), strict=True):
         if not mx.allclose(actual, reference, rtol=1e-3, atol=1e-5).item():
-            raise ModelError("its recurrent layers do not start from zeros")
+            raise ModelError("its recurrent layers do not start from known states")

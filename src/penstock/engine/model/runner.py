@@ -717,8 +717,11 @@ class Runner:
         return logits, copied(seam.states_of(kept))
 
     def fresh_state(self) -> RecurrentState:
-        zeros = {name: mx.zeros(shape, dtype) for name, shape, dtype in self.state_form.arrays}
-        return RecurrentState(self.state_form.states(zeros))
+        starts = {
+            name: mx.full(shape, self.layout.start_of(name), dtype)
+            for name, shape, dtype in self.state_form.arrays
+        }
+        return RecurrentState(self.state_form.states(starts))
 
     def last_logits(
         self,

@@ -7,14 +7,19 @@ that combines the parts.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
+from penstock.attention.choosing_reads import ChoosingReads
 from penstock.models.mlx_lm import chunked_cache, plain_cache, rotating_cache
+
+NGRAM = 3
+"""Place of the last tokens among the states of a layer of Qwen4 with n-grams."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +194,13 @@ def _plain(cache: Any) -> Any:
 
 
 def _indexed(kind: Callable[[Any, Any], Any]) -> Callable[[Any], CacheParts]:
-    return lambda cache: CacheParts((plain_cache(), plain_cache()), kind, drops=False)
+    def rebuild(plain: Any, index: Any) -> Any:
+        if not isinstance(plain, ChoosingReads):
+            return kind(plain, index)
+        plain.index = index
+        return plain
+
+    return lambda cache: CacheParts((plain_cache(), plain_cache()), rebuild, drops=False)
 
 
 def _chunked(cache: Any) -> CacheParts:
@@ -256,6 +267,16 @@ MODEL_SPLITS: dict[str, Callable[[Any], Any]] = {
 """Functions that split all caches of a model, by the name of the model's class."""
 
 
+@functools.cache
+def _ngram_states(kind: Any, token: int) -> Any:
+    """Return a class of states in which the tokens before a text are `token`."""
+
+    class NgramStates(kind):  # type: ignore[misc]
+        starts: ClassVar = {NGRAM: token}
+
+    return NgramStates
+
+
 def split(cache: Any) -> Any:
     """Convert a cache of mlx-vlm to one of mlx-lm or to parts; return unknown ones unchanged."""
     function = SPLITS.get(_name(cache))
@@ -265,7 +286,12 @@ def split(cache: Any) -> Any:
 def split_all(language_model: Any, caches: Sequence[Any]) -> list[Any]:
     """Return the parts of all caches of a model."""
     function = MODEL_SPLITS.get(_name(language_model), split)
-    return [function(cache) for cache in caches]
+    parts = [function(cache) for cache in caches]
+    for part, layer in zip(parts, language_model.layers, strict=False):
+        if "ple" in layer:  # a layer of Qwen4 with n-grams
+            kind: Any = type(part)
+            part.__class__ = _ngram_states(kind, layer.ple.ple_embedding.eos_token_id)
+    return parts
 
 
 def drops(cache: Any) -> bool:
