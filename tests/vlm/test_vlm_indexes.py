@@ -32,10 +32,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "hy_v4": {},
     "glm_moe_dsa": {"indexer_types": ALTERNATING},
     "longcat_flash_sparse": {"index_init_tokens": 2, "index_local_tokens": 3},
+    "minimax_m3": {"sparse_topk_blocks": 4, "sparse_init_block": 1, "sparse_local_block": 2},
 }
 """Families, and arguments that the matrix of families does not try."""
 SMALL: dict[str, Any] = {"memory_limit": "400MB", "block_size": 16, "prefill_chunk": 32}
-WAYS = {"qwen4_exp": "indexed"}
+WAYS = {"qwen4_exp": "indexed", "minimax_m3": "indexed"}
 
 
 def build(name: str) -> TextModel:
@@ -43,7 +44,10 @@ def build(name: str) -> TextModel:
     family = name.partition(",")[0]
     language_model, (arguments, *others) = arguments_of(family)
     for key, value in CHANGES[family].items():
-        setattr(arguments, key, value)
+        if key.startswith("sparse"):
+            arguments.sparse_attention_config[key] = value
+        else:
+            setattr(arguments, key, value)
     mx.random.seed(zlib.crc32(family.encode()))
     model = TextModel(language_model(arguments, *others), arguments)
     tiny_families.randomize(model)

@@ -132,6 +132,97 @@ def _by_pooled_keys(kind: Any) -> Any:
     return PooledChooser
 
 
+@dataclass(frozen=True, slots=True)
+class BestTokenIndex:
+    """Index of MiniMax M3: the best score of a block's tokens."""
+
+    queries: mx.array
+    """Queries of the new tokens, (b, heads, n, dim)."""
+    block: int
+    blocks: int
+    """Number of blocks to choose, with a last one that is not whole."""
+    first: int
+    """Number of first blocks that are read in any case."""
+    last: int
+    """The same of the last ones, at least 1."""
+    by_head: bool
+    """Whether each index head chooses for one KV head; else the best head counts."""
+
+    negates = True
+
+    def budget(self, count: int) -> int:
+        return self.blocks * self.block - -count % self.block
+
+    def scores(self, row: int, token: int, part: IndexPart) -> mx.array:
+        """See `OwnIndex`."""
+        queries = self.queries[row, :, token].astype(mx.float32)
+        products = queries @ part.keys.squeeze(0).astype(mx.float32).swapaxes(-1, -2)
+        scores = mx.unflatten(products, -1, (-1, self.block)).max(axis=-1)
+        if not self.by_head:
+            scores = scores.max(axis=0)
+        blocks = part.start // self.block + mx.arange(scores.shape[-1])
+        now = (part.count - 1) // self.block
+        scores = mx.where(blocks > now - self.last, FORCED, scores)
+        return mx.where(blocks < self.first, 2 * FORCED, scores)
+
+
+def _best_token_index(
+    module: Any,
+    x: mx.array,
+    rope: Any,
+    offset: Any,
+    sizes: tuple[int, int, int, int],
+    *,
+    by_head: bool,
+) -> tuple[BestTokenIndex, mx.array]:
+    """Return the index of a step, and the index keys of its tokens, (b, 1, n, dim)."""
+    b, s, _ = x.shape
+    queries, keys = (
+        rope(norm(project(x).reshape(b, s, -1, norm.weight.shape[0])).swapaxes(1, 2), offset=offset)
+        for project, norm in (
+            (module.index_q_proj, module.index_q_norm),
+            (module.index_k_proj, module.index_k_norm),
+        )
+    )
+    index = BestTokenIndex(queries, *sizes, by_head)
+    if index.last < 1 or (by_head and queries.shape[1] != module.num_key_value_heads):
+        raise TypeError("this model's index chooses blocks in an unknown way")
+    return index, keys
+
+
+def _by_best_tokens(kind: Any) -> Any:
+    class BlockChooser(kind):  # type: ignore[misc]
+        def __call__(
+            self, x: mx.array, mask: Any = None, cache: Any = None, position_ids: Any = None
+        ) -> Any:
+            index = cache.index if isinstance(cache, ChoosingReads) else None
+            if index is not None:
+                if self.sparse_score_type != "max":
+                    raise TypeError("this model's index scores blocks in an unknown way")
+                offset = cache.offset if position_ids is None else position_ids[:, 0]
+                blocks = self.sparse_topk_blocks, self.sparse_init_blocks, self.sparse_local_blocks
+                parts = _best_token_index(
+                    self, x, self.rope, offset, (self.sparse_block_size, *blocks), by_head=False
+                )
+                index.choose(*parts)
+            return super().__call__(x, mask, cache, position_ids)
+
+    return BlockChooser
+
+
+def _by_best_tokens_of_heads(kind: Any) -> Any:
+    class HeadBlockChooser(kind):  # type: ignore[misc]
+        def _block_mask(self, x: mx.array, mask: Any, offset: Any, cache: Any) -> Any:
+            if not isinstance(cache, ChoosingReads):
+                return super()._block_mask(x, mask, offset, cache)
+            sizes = self.index_block_size, self.index_topk_blocks, 0, self.index_local_blocks
+            parts = _best_token_index(self, x, self.index_rope, offset, sizes, by_head=True)
+            cache.choose(*parts)
+            return mask
+
+    return HeadBlockChooser
+
+
 _Form: TypeAlias = Callable[[Any], Any]
 FORMS: dict[tuple[str, str], _Form] = {
     ("mlx_lm.models.deepseek_v32", "Indexer"): _by_head_sum,
@@ -139,6 +230,8 @@ FORMS: dict[tuple[str, str], _Form] = {
     ("mlx_vlm.models.hy_v4.indexer", "HyV4Indexer"): _by_head_sum,
     ("mlx_vlm.models.longcat_flash_sparse.language", "Indexer"): _by_head_sum,
     ("mlx_vlm.models.qwen4_exp.language", "Qwen4ExpQSAIndexer"): _by_pooled_keys,
+    ("mlx_vlm.models.minimax_m3_vl.language", "MiniMaxAttention"): _by_best_tokens,
+    ("mlx_lm.models.minimax_m3_vl", "Attention"): _by_best_tokens_of_heads,
 }
 """Function that subclasses each class of indexes, by its module and name."""
 HELPERS = {
