@@ -32,6 +32,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "hy_v4": {},
     "glm_moe_dsa": {"indexer_types": ALTERNATING},
     "longcat_flash_sparse": {"index_init_tokens": 2, "index_local_tokens": 3},
+    "glm5_next": {"indexer_types": ["full", "full", "full", "shared"]},
     "minimax_m3": {"sparse_topk_blocks": 4, "sparse_init_block": 1, "sparse_local_block": 2},
 }
 """Families, and arguments that the matrix of families does not try."""
@@ -86,7 +87,8 @@ def test_text_depends_on_choice(family: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("family", CHANGES)
 def test_decode_step_copies_no_kv(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chosen_tokens, "SCORED_AT_ONCE", 256)
-    bound = 0.11
+    # The pools of GLM 5 Next are computed from half of what it caches.
+    bound = 0.35 if family == "glm5_next" else 0.11
     core = Core(build(family), **{**SMALL, "block_size": 64, "prefill_chunk": 256})
     try:
         assert way_of(core) == WAYS.get(family, "latent"), why_of(core)

@@ -133,6 +133,73 @@ def _by_pooled_keys(kind: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
+class GatedIndex:
+    """Index of GLM 5 Next: weighted positive scores of all index heads with gated sums of keys."""
+
+    module: Any
+    queries: mx.array
+    """Queries of the new tokens, (b, n, heads, dim)."""
+    weights: mx.array
+    """Weights of the heads, (b, n, heads)."""
+
+    negates = True
+
+    @property
+    def block(self) -> int:
+        return int(self.module.index_kpool)
+
+    def budget(self, count: int) -> int:
+        return int(self.module.index_topk) // self.block * self.block + count % self.block
+
+    def scores(self, row: int, token: int, part: IndexPart) -> mx.array:
+        """See `OwnIndex`."""
+        pools = self.module._compress_pools(part.keys, part.values).squeeze(0).astype(mx.float32)
+        products = self.queries[row, token].astype(mx.float32) @ pools.swapaxes(-1, -2)
+        weights = self.weights[row, token] * self.module.softmax_scale
+        scores: mx.array = (mx.maximum(products, 0) * weights[:, None]).sum(axis=0)
+        return scores
+
+
+def _by_gated_pools(kind: Any) -> Any:
+    class GatedChooser(kind):  # type: ignore[misc]
+        def __call__(
+            self,
+            x: mx.array,
+            qr: mx.array,
+            mask: Any = None,
+            cache: Any = None,
+            pool_cache: Any = None,
+            offset: Any = 0,
+        ) -> Any:
+            if not isinstance(pool_cache, ChoosingReads):
+                return super().__call__(x, qr, mask, cache, pool_cache, offset)
+            if not self.always_select_tail:
+                raise TypeError("this model does not read the tokens behind its pools")
+            b, s, _ = x.shape
+            cache.append(mx.ones((b, 1, s, 1), mx.uint8))
+            keys, gates = (side[:, None] for side in self._project_keys(x))
+            index = GatedIndex(self, *self._project_queries(x, qr))
+            pool_cache.choose(index, keys, gates.astype(keys.dtype))
+            return mx.zeros((b, s, 0), mx.int32)  # later layers require an array
+
+    return GatedChooser
+
+
+def _to_chosen_latents(kind: Any) -> Any:
+    class LatentChooser(kind):  # type: ignore[misc]
+        def _attend(
+            self, q: mx.array, latent: Any, new: Any, topk: Any, kv_cache: Any, *more: Any
+        ) -> Any:
+            if not isinstance(kv_cache, ChoosingReads):
+                return super()._attend(q, latent, new, topk, kv_cache, *more)
+            mixed = kv_cache.attend(self.embed_q(q), latent, latent, self.scale, None)
+            b, _, n, _ = q.shape
+            return self.unembed_out(mixed).swapaxes(1, 2).reshape(b, n, -1), topk
+
+    return LatentChooser
+
+
+@dataclass(frozen=True, slots=True)
 class BestTokenIndex:
     """Index of MiniMax M3: the best score of a block's tokens."""
 
@@ -230,6 +297,8 @@ FORMS: dict[tuple[str, str], _Form] = {
     ("mlx_vlm.models.hy_v4.indexer", "HyV4Indexer"): _by_head_sum,
     ("mlx_vlm.models.longcat_flash_sparse.language", "Indexer"): _by_head_sum,
     ("mlx_vlm.models.qwen4_exp.language", "Qwen4ExpQSAIndexer"): _by_pooled_keys,
+    ("mlx_vlm.models.glm5_next.language", "Glm5NextIndexer"): _by_gated_pools,
+    ("mlx_vlm.models.glm5_next.language", "Glm5NextAttention"): _to_chosen_latents,
     ("mlx_vlm.models.minimax_m3_vl.language", "MiniMaxAttention"): _by_best_tokens,
     ("mlx_lm.models.minimax_m3_vl", "Attention"): _by_best_tokens_of_heads,
 }

@@ -207,8 +207,13 @@ def _chunked(cache: Any) -> CacheParts:
     return CacheParts((chunked_cache(cache.chunk_size),), ChunkedReads)
 
 
+def _unless_chosen(kind: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda reads: reads if isinstance(reads, ChoosingReads) else kind(reads)
+
+
 def _pooled(cache: Any) -> CacheParts:
-    return CacheParts((plain_cache(),), partial(PoolReads, cache.ratio), drops=False)
+    rebuild = _unless_chosen(partial(PoolReads, cache.ratio))
+    return CacheParts((plain_cache(),), rebuild, drops=False)
 
 
 def _listed(cache: Any) -> CacheParts:
@@ -242,7 +247,7 @@ def _unprojected(cache: Any) -> Any:
     kind, (latents, *index, _) = type(cache), cache.caches
     parts = [split(latents)]
     if index:
-        parts += [CacheParts((split(index[0]),), FlagReads), split(index[1])]
+        parts += [CacheParts((split(index[0]),), _unless_chosen(FlagReads)), split(index[1])]
     return CacheParts(tuple(parts), lambda *reads: kind(*reads, Uncached()), drops=False)
 
 
