@@ -75,6 +75,26 @@ def test_chain_longer_than_pending_hashes_limit_is_spilled(
         assert spilling_of(core).spilled_tokens > 400
 
 
+def test_long_chain_is_spilled_if_another_is_queued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_writer, "PENDING_HASHES", 30)
+    with running(tmp_path) as core:
+        (writer,) = (tier.writer for tier in core.tiers)
+        queued = list[int]()
+
+        def queue_another() -> list[Any]:
+            longest = max((len(chain.block_hashes) for chain in writer._pending), default=0)
+            if longest > 25 and not queued:
+                queued.append(longest)
+                writer._wait([bytes([number]) * 32 for number in range(20)], b"", 0)
+            return []
+
+        monkeypatch.setattr(writer._ends, "take_due", queue_another)
+        cold_engine.ask(core, prompt(1_400), max_tokens=4)
+        assert queued and spilling_of(core).spilled_tokens > 900
+
+
 @pytest.mark.parametrize(
     ("family", "more"),
     [

@@ -28,7 +28,7 @@ from penstock.tiers.record import HostArray, Record
 from penstock.tiers.worker import ColdTier
 
 PENDING_HASHES = 16_384
-"""Maximum number of block hashes waiting to be written, unless of a single chain."""
+"""Maximum number of block hashes waiting to be written, unless the longest chain has more."""
 PENDING_TURNS = 64
 """Maximum number of checkpoints waiting to be written, and of waiting conversation ends."""
 PENDING_HASH_BYTES = 80
@@ -232,9 +232,11 @@ class TierWriter:
         entry = _Pending(tuple(block_hashes), root, first, ended)
         self._pending.appendleft(entry) if urgent else self._pending.append(entry)
         self._pending_hashes += len(block_hashes)
-        # A single chain may be longer: that of a sequence whose KV is spilled.
+        # The longest may be longer alone: the chain of a sequence whose KV is spilled. Records that
+        # follow a lost one are not written, so it would stay in memory from there on.
         while self._pending_hashes > PENDING_HASHES and len(self._pending) > 1:
-            self._abandon(self._pending[0])
+            longest = max(self._pending, key=lambda chain: len(chain.block_hashes))
+            self._abandon(next(chain for chain in self._pending if chain is not longest))
 
     def _offer(self, pending: _Pending) -> None:
         block_hashes, first = pending.block_hashes, pending.first
