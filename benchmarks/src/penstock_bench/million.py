@@ -3,6 +3,10 @@
 The embedded model reads a dialogue whose first part tells facts, in an engine that attends to parts
 and leaves most keys and values on a disk. Decode steps are timed at several lengths, and at the end
 it is asked for the facts. Its memory is planned before, and looked at in every step.
+
+It was trained on 32,768 positions. So it gets the settings with which such models are made to read
+more: slow RoPE frequencies divided by a factor, and a sliding window in the layer that looks for
+near words only. Its weights are the same.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -42,6 +46,21 @@ DIALOGUE_SPARE = 100
 """A dialogue ends less than 48 tokens below its length."""
 FACTS_UNTIL = 0.02
 """Share of the dialogue in which the facts are told."""
+STRETCHED: dict[str, Any] = {
+    "max_position_embeddings": 1_048_576,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        # The frequencies that match facts are scaled, with waves of 198,700 tokens and more. Those
+        # that find near words are not: the longest of their waves has 83,800.
+        "low_freq_factor": 0.25,
+        "high_freq_factor": 0.3,
+        "original_max_position_embeddings": 32_768,
+    },
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 1_024,
+}
+"""Changes of the embedded model's config for positions beyond those that it was trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +75,8 @@ class MillionLoad:
     prefill_chunk: int = 1_024
     facts: int = 12
     steps: int = 60
+    stretched: bool = True
+    """Whether the config has `STRETCHED`; else both layers choose, and facts are forgotten."""
 
 
 @dataclass(slots=True)
@@ -109,6 +130,8 @@ class HeldWatch:
 def measure(load_: MillionLoad, notify: Notify = lambda *_: None) -> Report:
     """Read the dialogue, time the steps, and ask for the facts."""
     model, tokenizer = load(MODEL_PATH)
+    if load_.stretched:
+        model = stretched(model)
     longest = max(load_.lengths)
     talk = dialogue(7, tokens=longest + DIALOGUE_SPARE, facts=load_.facts, place=(0.0, FACTS_UNTIL))
     with TemplateRenderer() as renderer:
@@ -149,6 +172,13 @@ def measure(load_: MillionLoad, notify: Notify = lambda *_: None) -> Report:
         finally:
             core.close()
     return report(load_, rows, known, planned, watch.most_bytes, lost)
+
+
+def stretched(model: Any) -> Any:
+    """Return the embedded model with the same weights and the config changed by `STRETCHED`."""
+    changed = type(model)(replace(model.args, **STRETCHED))
+    changed.update(model.parameters())
+    return changed
 
 
 def _at(watch: HeldWatch, tokens: Sequence[int], load_: MillionLoad) -> dict[str, Any]:

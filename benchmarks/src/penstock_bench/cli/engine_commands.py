@@ -348,6 +348,9 @@ def million(
     memory_limit: Annotated[
         str, typer.Option(help="Memory limit of the engine.", metavar="BYTES")
     ] = "4GB",
+    as_trained: Annotated[
+        bool, typer.Option(help="With the model's own config, for 32,768 positions.")
+    ] = False,
     as_json: options.Json = False,
     save: Save = None,
 ) -> None:
@@ -358,7 +361,7 @@ def million(
     """
     from penstock_bench.million import MillionLoad, measure
 
-    load = MillionLoad(memory_limit=memory_limit)
+    load = MillionLoad(memory_limit=memory_limit, stretched=not as_trained)
     if tokens:
         load = replace(load, lengths=tuple(sorted(tokens)))
     with progress_bar("reading") as notify:
