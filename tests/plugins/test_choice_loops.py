@@ -153,7 +153,7 @@ def test_block_scores_are_bit_identical_on_any_instruction_set(words: int) -> No
     codes = draw.integers(0, 256, (1, BLOCK_TOKENS, 4 * words)).astype(np.uint8)
     sizes = draw.gamma(2.0, size=(1, BLOCK_TOKENS)).astype(np.float16)
     whole = draw.integers(-127, 128, (1, 4, 16 * words))
-    by_place = whole.reshape(4, words, 4, 4).swapaxes(2, 3)  # bytes of a shift together
+    by_place = whole.reshape(4, words, 4, 4).transpose(0, 3, 1, 2)  # bytes of a shift together
     packed = np.ascontiguousarray(by_place.astype(np.int8)).view(np.uint32)
     less = 3 * whole[0].sum(axis=1).astype(np.int32)
     expected = best_by_block(whole, np.ones((1, 4, 1), np.float32), codes, sizes)[0, :, 0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from penstock.kv.codecs.coded import Coded
 from penstock.kv.codecs.spilled import Spilled
 from penstock.kv.columns import Side
 from penstock.kv.numpy_arrays import Floats, Integers
+from penstock.kv.segment import Segment
 from penstock.plugins.cpu.attending_loops import PLACES
 from penstock.plugins.cpu.attention_tiles import FLOAT_BYTES
 from penstock.plugins.cpu.center_loops import cached_center_loop
@@ -99,12 +100,14 @@ class LoopReader(ChoiceReader):
         whole, units = self.selection.index.whole_queries(queries, asked[0].scale)
         mx.eval(scaled, whole, units, [query.tail for query in asked])
         given = zip(asked, np.asarray(scaled), np.asarray(whole), np.asarray(units), strict=True)
-        hosted = [_HostQuery.of(*query) for query in given]
+        readable, others = list[_HostQuery](), list[_HostQuery]()
+        for query in given:
+            hosted = _HostQuery.of(*query)
+            (readable if hosted.is_readable else others).append(hosted)
         outputs = {
             query.asked.number: mx.array(mixed.reshape(1, query.asked.queries.shape[1], 1, -1))
-            for query, mixed in self._read([q for q in hosted if q.is_readable], memory)
+            for query, mixed in self._read(readable, memory)
         }
-        others = [query for query in hosted if not query.is_readable]
         if others:
             chosen = [self._choose(self._query(one, memory, slice(None))) for one in others]
             rest = [
@@ -123,7 +126,7 @@ class LoopReader(ChoiceReader):
         self, chunk: ChunkQueries, device: ChunkAttention, memory: StepMemory
     ) -> mx.array:
         """See `ChoiceReader`; by loops over groups, some of one KV head at a time."""
-        if not _are_readable(chunk.new, _sides_of(chunk.row, chunk.layer)):
+        if not _are_readable(chunk.new, chunk.row, chunk.layer):
             return super().read_chunk(chunk, device, memory)
         queries, held = _on_host(self.selection, chunk)
         spans = held_spans(
@@ -267,7 +270,7 @@ class _HostQuery:
     @property
     def is_readable(self) -> bool:
         """Whether compiled loops can read it: all of its KV is as in the tail, without a codec."""
-        return _are_readable(self.asked.tail, _sides_of(self.asked.row, self.asked.layer))
+        return _are_readable(self.asked.tail, self.asked.row, self.asked.layer)
 
     @property
     def nbytes(self) -> int:
@@ -282,13 +285,17 @@ class _HostQuery:
         return None if sinks is None else Sinks(sinks)
 
 
-def _sides_of(row: DecodeRow, layer: int) -> Iterator[Side]:
-    return (side for part in row.parts for side in part.segment.layers[layer])
-
-
-def _are_readable(new: tuple[mx.array, mx.array], sides: Iterable[Side]) -> bool:
+def _are_readable(new: tuple[mx.array, mx.array], row: DecodeRow, layer: int) -> bool:
     """Return whether loops can read new tokens, and all others are as they are."""
-    return bytes_of(new) > 0 and {new[0].dtype}.issuperset(map(_dtype_of, sides))
+    if not bytes_of(new):
+        return False
+    dtypes = {new[0].dtype}
+    return all(part.segment.derived(_dtypes)[layer] <= dtypes for part in row.parts)
+
+
+def _dtypes(segment: Segment) -> list[set[mx.Dtype | None]]:
+    """Return the dtypes of each layer's sides, see `_dtype_of`."""
+    return [set(map(_dtype_of, sides)) for sides in segment.layers]
 
 
 def _dtype_of(side: Side) -> mx.Dtype | None:

@@ -29,7 +29,7 @@ def _pack_loop(words: int) -> Any:
                         if not np.isnan(number):
                             total += int64(number)
                             group |= uint32(int64(number) & 255) << uint32(8 * octet)
-                    packed[query, word, shift] = group
+                    packed[query, shift, word] = group
             less[query] = int32(3 * total)
 
     return pack
@@ -101,16 +101,26 @@ def _select_loop() -> Any:
     @njit(nogil=True)
     def select(numbers, first, chosen):  # type: ignore[no-untyped-def]
         bits = numbers.view(np.int32)  # ordered like the numbers
-        border = int32(0)
+        size, border = len(bits) // max(1, len(chosen)), int32(2**31 - 1)
+        for part in range(len(chosen)):  # at least so many numbers reach `border`
+            top = int32(0)
+            for number in range(part * size, (part + 1) * size):
+                top = max(top, bits[number])
+            border = min(border, top)
+        places, held = np.empty(len(bits), np.int32), 0
+        for number in range(len(bits)):
+            places[held] = number
+            held += bits[number] >= border
+        values, border = bits[places[:held]], int32(0)
         for bit in range(30, -1, -1):
             higher = border | (int32(1) << int32(bit))
-            if count(bits, higher - int32(1)) >= len(chosen):
+            if count(values, higher - int32(1)) >= len(chosen):
                 border = higher
-        equal, place = len(chosen) - count(bits, border), 0
-        for number in range(len(bits)):
-            if bits[number] > border or (bits[number] == border and equal > 0):
-                equal -= bits[number] == border
-                chosen[place] = first + number
+        equal, place = len(chosen) - count(values, border), 0
+        for number in range(held):
+            if values[number] > border or (values[number] == border and equal > 0):
+                equal -= values[number] == border
+                chosen[place] = first + places[number]
                 place += 1
 
     return select
@@ -127,7 +137,7 @@ def choose_loop(words: int) -> Any:
     @njit(nogil=True)
     def choose(whole, units, centers, sides, starts, first_head, stop, chosen):  # type: ignore[no-untyped-def]
         heads, queries, _ = whole.shape
-        packed, less = np.empty((queries, words, SHIFTS), np.uint32), np.empty(queries, np.int32)
+        packed, less = np.empty((queries, SHIFTS, words), np.uint32), np.empty(queries, np.int32)
         sums = np.empty((queries, stop), np.float32)
         weights, shares = np.empty(stop, np.float32), np.empty(stop, np.float32)
         for head in range(heads):

@@ -9,13 +9,14 @@ The functions are generated as LLVM IR, for loops that Numba compiles.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 from penstock.attention.selection.choice_blocks import BLOCK_TOKENS
 from penstock.attention.selection.rotations import TILE_BLOCKS
 from penstock.plugins.cpu.attention_tiles import LANES, Vectors, vector_function
 from penstock.plugins.cpu.tile_products import dot_product, dot_product_name
+from penstock.plugins.cpu.token_products import BY_TOKEN, totals_by_token
 
 SHIFTS = 4
 """Number of 2-bit codes in a byte. A group is the four codes at one shift in a word."""
@@ -30,7 +31,7 @@ def block_product(words: int, queries: int, instructions: str = "") -> Any:
     """Return a Numba intrinsic for the maximum product of queries with the tokens of a block.
 
     It takes the addresses of the block's codes, (tokens, words) uint32; its scales, float16; the
-    queries' bytes, (queries, words, shifts) int32; numbers to subtract from the queries' sums,
+    queries' bytes, (queries, shifts, words) int32; numbers to subtract from the queries' sums,
     int32; and the results, float32; and the number of bytes between results of queries.
 
     Args:
@@ -42,7 +43,8 @@ def block_product(words: int, queries: int, instructions: str = "") -> Any:
     from numba import types
     from numba.extending import intrinsic
 
-    dot = dot_product(instructions or dot_product_name())
+    instructions = instructions or dot_product_name()
+    dot, by_token = dot_product(instructions), instructions == "avx2" and words in BY_TOKEN
     word32, word64, real = ir.IntType(32), ir.IntType(64), ir.FloatType()
     lanes, reals = ir.VectorType(word32, BLOCK_TOKENS), ir.VectorType(real, BLOCK_TOKENS)
     chains = max(1, 4 // queries)  # independent sums, the latency of an addition in cycles
@@ -93,31 +95,37 @@ def block_product(words: int, queries: int, instructions: str = "") -> Any:
             numbers = builder.select(above, numbers, moved)
         return builder.extract_element(numbers, ir.Constant(word32, 0))
 
+    def totals_by_word(builder: Any, codes: Any, x: Any) -> list[Any]:
+        """Generate the sums of each query with the tokens of a block, (16,) int32."""
+        vectors = [load(builder, codes, 64 * n, lanes, 4) for n in range(words)]
+        sums = [[every(0, lanes)] * chains for _ in range(queries)]
+        for word in range(words):
+            of_block = of_tokens(builder, vectors, word)
+            for shift in range(SHIFTS):
+                moved = builder.lshr(of_block, every(2 * shift, lanes)) if shift else of_block
+                group = builder.and_(moved, every(0x03030303, lanes))
+                for query in range(queries):
+                    place = words * (SHIFTS * query + shift) + word
+                    one = in_all_lanes(builder, load(builder, x, 4 * place, word32, 4))
+                    chain = shift % chains
+                    sums[query][chain] = dot(builder, sums[query][chain], group, one)
+        return [reduce(builder.add, parts) for parts in sums]
+
     @intrinsic  # type: ignore[untyped-decorator]
     def multiply(
         context: Any, codes: Any, sizes: Any, x: Any, less: Any, into: Any, stride: Any
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             codes, sizes, x, less, into, stride = values
-            vectors = [load(builder, codes, 64 * n, lanes, 4) for n in range(words)]
             halves = load(builder, sizes, 0, ir.VectorType(ir.IntType(16), BLOCK_TOKENS), 2)
             bits = builder.shl(builder.zext(halves, lanes), every(13, lanes))
             size = builder.fmul(builder.bitcast(bits, reals), every(HALF_BIAS, reals))
-            sums = [[every(0, lanes)] * chains for _ in range(queries)]
-            for word in range(words):
-                of_block = of_tokens(builder, vectors, word)
-                for shift in range(SHIFTS):
-                    moved = builder.lshr(of_block, every(2 * shift, lanes)) if shift else of_block
-                    group = builder.and_(moved, every(0x03030303, lanes))
-                    for query in range(queries):
-                        place = SHIFTS * (words * query + word) + shift
-                        one = in_all_lanes(builder, load(builder, x, 4 * place, word32, 4))
-                        chain = place % chains
-                        sums[query][chain] = dot(builder, sums[query][chain], group, one)
-            for query, parts in enumerate(sums):
-                total = parts[0]
-                for part in parts[1:]:
-                    total = builder.add(total, part)
+            if by_token:  # in another order, and the largest is the same
+                size = shuffled(builder, size, size, BY_TOKEN[words])
+                totals = totals_by_token(builder, codes, x, words, queries, SHIFTS)
+            else:
+                totals = totals_by_word(builder, codes, x)
+            for query, total in enumerate(totals):
                 off = in_all_lanes(builder, load(builder, less, 4 * query, word32, 4))
                 total = builder.sub(builder.shl(total, every(1, lanes)), off)
                 products = builder.fmul(builder.sitofp(total, reals), size)

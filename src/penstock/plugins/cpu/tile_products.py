@@ -349,18 +349,28 @@ def _in_parts(builder: Any, lanes: int, operation: Callable[..., Any], *vectors:
     return parts[0]
 
 
-def _dot_avx2(builder: Any, sums: Any, codes: Any, x: Any) -> Any:
-    """Use AVX2's `vpmaddubsw`, which adds two products in 16 bits, and `vpmaddwd`."""
+def multiply_bytes(builder: Any, codes: Any, x: Any) -> Any:
+    """Multiply bytes of eight lanes, and add two products in 16 bits, by AVX2's `vpmaddubsw`."""
+    halves, bytes_ = _vector(16, 16), _vector(8, 32)
+    pairs = _declared(builder, "llvm.x86.avx2.pmadd.ub.sw", halves, (bytes_, bytes_))
+    twos = builder.call(pairs, [builder.bitcast(part, bytes_) for part in (codes, x)])
+    return builder.bitcast(twos, _vector(32, 8))
+
+
+def add_halves(builder: Any, sums: Any) -> Any:
+    """Add both 16-bit numbers of each of eight lanes, by AVX2's `vpmaddwd`."""
     from llvmlite import ir
 
-    words, halves, bytes_ = _vector(32, 8), _vector(16, 16), _vector(8, 32)
-    ones = ir.Constant(halves, [1] * 16)
+    words, halves = _vector(32, 8), _vector(16, 16)
+    added = _declared(builder, "llvm.x86.avx2.pmadd.wd", words, (halves, halves))
+    return builder.call(added, [builder.bitcast(sums, halves), ir.Constant(halves, [1] * 16)])
+
+
+def _dot_avx2(builder: Any, sums: Any, codes: Any, x: Any) -> Any:
+    """Use AVX2."""
 
     def dot(builder: Any, sums: Any, codes: Any, x: Any) -> Any:
-        pairs = _declared(builder, "llvm.x86.avx2.pmadd.ub.sw", halves, (bytes_, bytes_))
-        added = _declared(builder, "llvm.x86.avx2.pmadd.wd", words, (halves, halves))
-        twos = builder.call(pairs, [builder.bitcast(y, bytes_) for y in (codes, x)])
-        return builder.add(sums, builder.call(added, [twos, ones]))
+        return builder.add(sums, add_halves(builder, multiply_bytes(builder, codes, x)))
 
     return _in_parts(builder, 8, dot, sums, codes, x)
 
