@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import PenstockError
-from penstock_bench import million
+from penstock_bench import million, million_picture
 
 LOAD = million.MillionLoad(
     lengths=(2_000, 4_000),
@@ -43,6 +43,12 @@ def test_early_facts_are_recalled_within_planned_memory(measured: Any) -> None:
     # The plan is of one request; nodes of earlier questions stay cached, within the limit.
     assert max(measured.penstock[name] for name in ("most_bytes", "planned_bytes")) <= 200_000_000
     assert 0 < measured.penstock["mlx_bytes"] < measured.penstock["resident_bytes"]
+
+
+def test_picture_shows_time_and_memory(measured: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    million_picture.draw(measured, tmp_path / "million.png")
+    assert (tmp_path / "million.png").stat().st_size > 1_000
 
 
 def test_progress_is_reported_after_every_chunk(measured: Any) -> None:

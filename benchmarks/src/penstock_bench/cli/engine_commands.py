@@ -353,6 +353,7 @@ def million(
     ] = False,
     as_json: options.Json = False,
     save: Save = None,
+    plot: Plot = None,
 ) -> None:
     """Time steps behind a million tokens, within a memory limit.
 
@@ -360,10 +361,11 @@ def million(
     the end it is asked for facts of the beginning. Exits with 1 if a goal is not met.
     """
     from penstock_bench.million import MillionLoad, measure
+    from penstock_bench.million_picture import draw
 
     load = MillionLoad(memory_limit=memory_limit, stretched=not as_trained)
     if tokens:
         load = replace(load, lengths=tuple(sorted(tokens)))
     with progress_bar("reading") as notify:
         measured = measure(load, notify)
-    finish(measured, as_json=as_json, save=save)
+    finish(measured, as_json=as_json, save=save, plot=plot, draw=draw)
