@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from penstock.engine.request import Sampling
 from penstock.errors import PenstockError, SettingError
-from penstock.kv.host_arrays import HostArray
+from penstock.kv.readable_arrays import ReadableArray
 
 __all__ = [
     "Likeliest",
@@ -241,7 +241,7 @@ def likeliest(logits: mx.array) -> Likeliest:
 
     Evaluate `tokens` and `values` of the result together with other arrays, then call `read`.
     """
-    if isinstance(logits, HostArray):
+    if isinstance(logits, ReadableArray):
         rows = logits.host.reshape(-1, logits.shape[-1])
         best = rows.argmax(axis=-1)
         top = rows[np.arange(len(best)), best]

@@ -12,8 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from penstock.kv.host_arrays import HostArray
 from penstock.kv.numpy_arrays import Floats, Integers
+from penstock.kv.readable_arrays import ReadableArray
 from penstock.models.layer_seams import skips_logits
 from penstock.plugins.cpu.compiled_jobs import team
 from penstock.plugins.cpu.layer_loops import PART_WORDS, PartTable, norm_job
@@ -90,4 +90,4 @@ class PackedNorm(nn.Module):
             return NormedOutput(x.normed.reshape(x.shape), self.output.product, x.logits)
         if skips_logits():
             return x
-        return HostArray(self.output.normalize(rows_of(x)).reshape(x.shape))
+        return ReadableArray(self.output.normalize(rows_of(x)).reshape(x.shape))

@@ -21,7 +21,7 @@ import mlx.nn as nn
 import numpy as np
 import xxhash
 
-from penstock.kv.host_arrays import HostArray
+from penstock.kv.readable_arrays import ReadableArray
 from penstock.memory.sizes import packed_matrix_bytes
 from penstock.models.layer_seams import read_rows, skips_logits
 from penstock.plugins.cpu.compiled_jobs import team
@@ -514,7 +514,7 @@ def no_logits(x: mx.array, width: int) -> mx.array:
     return mx.zeros((*x.shape[:-1], width))
 
 
-class NormedOutput(HostArray):
+class NormedOutput(ReadableArray):
     """Result of the final norm of a decode step, with the logits."""
 
     def __init__(self, values: Floats, product: Product, logits: Floats) -> None:
@@ -527,13 +527,13 @@ class NormedOutput(HostArray):
 def multiplied(product: Product, x: mx.array) -> mx.array:
     """Multiply an array (..., n) by a matrix, immediately."""
     if isinstance(x, NormedOutput) and x.product is product:
-        return HostArray(x.logits.reshape(*x.shape[:-1], -1))
+        return ReadableArray(x.logits.reshape(*x.shape[:-1], -1))
     products = product(rows_of(x))
     return mx.array(products.reshape(*x.shape[:-1], products.shape[-1]))
 
 
 def rows_of(x: mx.array) -> Floats:
     """Evaluate an array (..., n) and return it as contiguous rows (rows, n)."""
-    if isinstance(x, HostArray):
+    if isinstance(x, ReadableArray):
         return np.ascontiguousarray(x.host.reshape(-1, x.shape[-1]))
     return np.ascontiguousarray(np.asarray(x.astype(mx.float32)).reshape(-1, x.shape[-1]))

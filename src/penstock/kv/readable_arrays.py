@@ -7,7 +7,7 @@ import mlx.core as mx
 from penstock.kv.numpy_arrays import Floats
 
 
-class HostArray(mx.array):
+class ReadableArray(mx.array):
     """Evaluated float32 array that code on the host can read without calling MLX."""
 
     def __init__(self, values: Floats) -> None:
