@@ -8,10 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 
 from penstock.attention.chunk_reads import ChunkReads
+from penstock.attention.span_attention import AttentionWindow
+from penstock.plugins.cpu import packed_reads
+from penstock.plugins.cpu.ordered_attention import chunk_plan
 from penstock.plurals import counted
 from penstock_bench.engine_sides import EngineShape, Ours
 from penstock_bench.models import BenchModel, LlamaShape, ModelChoice, bench_model, packed_model
@@ -23,6 +27,8 @@ GOALS = {(1, 8_192): 2.0, (1, 32_768): 5.0, (8, 8_192): 1.0}
 """Goals: speedup over full attention, by (sequences, shared tokens)."""
 STEPS = 8
 """Consecutive steps of one side before the other side runs."""
+NEAR_TOKENS = 64
+"""Number of tokens that a prompt's positions attend to in packed layers."""
 OWN_TOKENS = 8
 """Tokens at the end of each prompt that are not shared."""
 
@@ -91,23 +97,25 @@ def _read(side: Ours, model: BenchModel, sequences: int, tokens: int, steps: int
 
 @contextmanager
 def prompts_unattended() -> Iterator[None]:
-    """Replace the attention of prefill chunks by their own values.
+    """Replace the attention of prefill chunks by their own values; packed layers' by near tokens.
 
     Keys and values differ, but have the same size. Decode steps take as long, and a prompt of
     32,768 tokens takes seconds instead of minutes.
     """
-    attend = ChunkReads.attend
 
     def own_values(
         self: ChunkReads, queries: mx.array, keys: mx.array, values: mx.array, *_: Any, **__: Any
     ) -> mx.array:
         return mx.repeat(values, queries.shape[1] // values.shape[1], axis=1)
 
-    ChunkReads.attend = own_values  # type: ignore[method-assign]
-    try:
+    def near_tokens(reads: ChunkReads, tokens: int, _: AttentionWindow) -> Any:
+        return chunk_plan(reads, tokens, AttentionWindow(NEAR_TOKENS))
+
+    with (
+        patch.object(ChunkReads, "attend", own_values),
+        patch.object(packed_reads, "chunk_plan", near_tokens),
+    ):
         yield
-    finally:
-        ChunkReads.attend = attend  # type: ignore[method-assign]
 
 
 def report(
