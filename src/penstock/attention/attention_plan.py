@@ -127,7 +127,7 @@ def _descend(
         stop = start + len(list(group))
         if len(rows[start].parts) > depth:
             # Parts are read together up to the first in which these rows differ.
-            end = depth + 1
+            end = depth + 1 if stop - start > 1 else len(rows[start].parts)
             while (key := _key_at(rows[start], end)) is not None and key == _key_at(
                 rows[stop - 1], end
             ):
@@ -169,7 +169,11 @@ def _shared_read(
     pieces: list[ColumnRange] = []
     columns: list[tuple[int, int]] = []
     for depth_at in range(depth, end):
-        part = max((row.parts[depth_at] for row in members), key=lambda part: part.columns)
+        part = members[0].parts[depth_at]
+        if len(members) > 1:
+            part = max((row.parts[depth_at] for row in members), key=lambda part: part.columns)
+        if attention_window.keep <= part.start and part.end <= nearest:
+            continue
         for start, stop in visible_ranges(part, nearest, attention_window.keep):
             pieces.append((part.segment, start - part.start, stop - part.start))
             columns.append((start, stop))

@@ -113,7 +113,7 @@ class KeyIndex:
 
     def complete(self, segment: Segment) -> bool:
         """Return whether a segment is completely indexed."""
-        return bool(segment.index) and all(segment.index[n] is not None for n in self.layers)
+        return bool(segment.index) and self.layers <= segment.derived(_indexed_layers)
 
     def indexed(self, segment: Segment, start: int, ops: AttentionOps) -> Segment:
         """Return a copy of a segment with its index, evaluated; the KV arrays are shared.
@@ -214,6 +214,10 @@ class KeyIndex:
         """Return the keys and the values of an index that has both."""
         keys, values = index.parts[:2], index.parts[2:]
         return replace(index, parts=keys), Coded(self.value_codec, values, value_dim)
+
+
+def _indexed_layers(segment: Segment) -> frozenset[int]:
+    return frozenset(layer for layer, index in enumerate(segment.index) if index is not None)
 
 
 def _encoded(

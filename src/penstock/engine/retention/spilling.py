@@ -102,19 +102,24 @@ class Spilling(Retention):
 
     def work(self, readers: Iterable[RunningPath], *, urgent: bool = False) -> bool:
         """Spill written nodes outside their readers' active tokens; return whether nodes remain."""
-        paths = [path for path in readers if path.pin is not None]
         if not urgent and self._clock() < self._paused_until:
             return False
+        paths = [path for path in readers if path.pin is not None]
+        able = [
+            [node for node in path.pin.path if self._can_leave(node)]
+            for path in paths
+            if path.pin is not None
+        ]
         ends: dict[int, int] = {}
-        for path in paths:
-            for node in path.pin.path if path.pin is not None else ():
-                end = path.num_cached_tokens - self.active_tokens
+        for path, nodes in zip(paths, able, strict=True):
+            end = path.num_cached_tokens - self.active_tokens
+            for node in nodes:
                 ends[node.id] = min(end, ends.get(node.id, end))
         due = [
             (node, self._records_of(node, path.block_hashes))
-            for path in paths
-            for node in (path.pin.path if path.pin is not None else ())
-            if node.end <= ends[node.id] and self._can_leave(node)
+            for path, nodes in zip(paths, able, strict=True)
+            for node in nodes
+            if node.end <= ends[node.id]
         ]
         known = self.blocks.stored({key for _, records in due for key in records.values()})
         waiting, lost_blocks = False, set[int]()
@@ -260,11 +265,11 @@ class Spilling(Retention):
 
 
 def is_spilled(segment: Segment) -> bool:
-    return _spilled_side(segment) is not None
+    return segment.derived(_spilled_side) is not None
 
 
 def places_of(segment: Segment) -> set[int]:
-    side = _spilled_side(segment)
+    side = segment.derived(_spilled_side)
     return set() if side is None else set((np.array(side.parts[1])[0, 0] & ~AT_REST).tolist())
 
 

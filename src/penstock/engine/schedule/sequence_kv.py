@@ -127,11 +127,11 @@ class SequenceKV:
 
     def cached_spans(self) -> list[KVSpan]:
         """Return the spans of the path that the sequence reads, in order."""
-        path = self.pin.path if self.pin is not None else ()
+        path, cached = self.pin.path if self.pin is not None else (), self.num_cached_tokens
         return [
-            KVSpan(node.segment, node.start, min(node.end, self.num_cached_tokens) - node.start)
+            KVSpan(node.segment, node.start, min(len(node.tokens), cached - node.start))
             for node in path
-            if node.start < self.num_cached_tokens
+            if node.start < cached
         ]
 
     def _root_at(self, position: int) -> bytes:
