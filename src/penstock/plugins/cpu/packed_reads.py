@@ -80,8 +80,8 @@ def planned(
     """Return a layer's reads for the rows of a pass; none if ordered attention cannot read it."""
     if isinstance(reads, MixedReads):
         pairs = zip(reads.parts, reads.sizes, strict=True)
-        each = [planned(part, count * width, window) for part, (count, width) in pairs]
-        return [layer for part in each for layer in part] if all(each) else []
+        by_part = [planned(part, count * width, window) for part, (count, width) in pairs]
+        return [layer for part in by_part for layer in part] if all(by_part) else []
     if isinstance(reads, ChunkReads):
         plan = chunk_plan(reads, rows, window)
         return [] if plan is None else [LayerReads(reads, reads.layer, plan, rows)]
