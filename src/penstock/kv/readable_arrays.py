@@ -1,15 +1,18 @@
-"""MLX arrays whose values are also in NumPy arrays."""
+"""MLX arrays that code on the host can read at once."""
 
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
 
 from penstock.kv.numpy_arrays import Floats
 
 
 class ReadableArray(mx.array):
-    """Evaluated float32 array that code on the host can read without calling MLX."""
+    """Evaluated float32 array in the memory of the host."""
 
-    def __init__(self, values: Floats) -> None:
-        super().__init__(values)
-        self.host = values
+    @property
+    def host(self) -> Floats:
+        """The values, not copied."""
+        values: Floats = np.asarray(self)
+        return values

@@ -56,10 +56,6 @@ class OutputParts:
         self._table[PartTable.NORM] = self._weights.ctypes.data
         self._table[PartTable.CONSTANTS] = self._constants.ctypes.data
 
-    @property
-    def width(self) -> int:
-        return len(self._weights)
-
     def norm_table(self, rows: int, x: int, result: int) -> Integers:
         """Return the table of `norm_job` for rows at an address."""
         table = self._table.copy()

@@ -274,7 +274,7 @@ class LayersTogether:
     def _noted(self, x: mx.array, reads: DecodeReads | ChunkReads | MixedReads) -> _Noted:
         """Begin a forward pass; compute all layers if they are known."""
         noted = _Noted(x)
-        if type(reads) is not DecodeReads:
+        if type(reads) is not DecodeReads:  # subclasses attend in another way
             return noted
         known = reads.step.tails.derived(self._known_layers)
         if len(known) == len(self._parts):
