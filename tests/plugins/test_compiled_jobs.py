@@ -15,7 +15,18 @@ import pytest
 
 pytest.importorskip("numba", reason="jobs are compiled by Numba")
 
-from penstock.plugins.cpu.compiled_jobs import DONE, HOT, TICKET, Team, barrier, table_at, team
+from penstock.plugins.cpu import compiled_jobs
+from penstock.plugins.cpu.compiled_jobs import (
+    DONE,
+    HOT,
+    TICKET,
+    OtherLoad,
+    Team,
+    barrier,
+    table_at,
+    team,
+)
+from penstock.plugins.cpu.cpu_rows import cores
 
 
 @pytest.fixture(scope="module")
@@ -39,20 +50,62 @@ def exchange() -> Any:
 
 
 def run(team: Team, job: Any) -> None:
-    table = np.zeros(7, np.int64)
+    table, active = np.zeros(7, np.int64), team.active
     team.run(job.address, table)
-    other = [1 + 3 + 6] * team.threads
-    assert table[5 : 5 + team.threads].tolist() == other
+    assert table[5 : 5 + active].tolist() == [1 + 3 + 6] * active
 
 
 def test_threads_of_a_job_synchronize(exchange: Any) -> None:
-    pair = Team()
+    pair = Team(OtherLoad(None, 2))
     for _ in range(2_000):
         run(pair, exchange)
 
 
+def test_busy_machine_leaves_jobs_to_one_thread(
+    exchange: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cores() == 1:
+        pytest.skip("needs two processors")
+    monkeypatch.setattr(compiled_jobs, "LOAD_SECONDS", 0.0)
+    path, processors = tmp_path / "loadavg", 4
+    with path.open("w+b", buffering=0) as file:
+
+        def set_runnable(count: int) -> None:
+            file.seek(0)
+            file.write(f"0.50 1.25 0.99 {count:3}/180 4711\n".encode())
+
+        set_runnable(2)
+        pair = Team(OtherLoad(file.fileno(), processors))
+        active = []
+        for runnable in [2] * 100 + [7] * 100 + [2] * 200:
+            set_runnable(runnable)
+            active.append(pair.active)
+            run(pair, exchange)
+    assert set(active[:101]) == {2}, "only its own threads run"
+    alone = active.index(1)
+    assert 105 < alone < 140, "not after a moment of load"
+    again = active.index(2, alone)
+    assert 200 < again < 260 and set(active[again:]) == {2}
+
+
+def test_load_of_this_machine_is_read(exchange: Any) -> None:
+    if not Path("/proc/loadavg").exists() or cores() == 1:
+        pytest.skip("needs Linux and two processors")
+    pair, until = Team(), time.monotonic() + 30
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cores())]
+    try:
+        while pair.active == 2 and time.monotonic() < until:
+            run(pair, exchange)
+        assert pair.active == 1
+        run(pair, exchange)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
 def test_idle_second_thread_sleeps_until_woken(exchange: Any) -> None:
-    pair = Team()
+    pair = Team(OtherLoad(None, 2))
     if pair.threads == 1:
         pytest.skip("needs two processors")
     for _ in range(3):
@@ -92,7 +145,7 @@ def test_thread_teams_are_independent_and_end(exchange: Any) -> None:
 
 def test_interrupted_job_is_completed(exchange: Any) -> None:
     """A signal handler of Python raises at any of its instructions, with a sleeping thread."""
-    pair = Team()
+    pair = Team(OtherLoad(None, 2))
     if pair.threads == 1:
         pytest.skip("needs two processors")
     interrupted = 0

@@ -13,6 +13,7 @@ import ctypes
 import os
 import platform
 import threading
+import time
 import weakref
 from functools import cache, partial
 from typing import Any, TypeAlias
@@ -38,6 +39,10 @@ THREADS, BARRIER, YIELD = 0, 1, 2
 address of `sched_yield`."""
 SPINS_BEFORE_YIELD = 200
 SPINS_BEFORE_SLEEP = 20_000
+LOAD_SECONDS, LOAD_WEIGHT = 0.02, 0.05
+"""Time between two readings of the load, and their weight in the mean."""
+HIGH, LOW = 0.1, 0.4
+"""Mean of free processors for a second thread below which the load is high, or stays high."""
 
 
 @cache
@@ -211,11 +216,61 @@ def _board_functions() -> dict[str, Any]:
     return {"serve": serve, "together": together, "alone": alone}
 
 
-class Team:
-    """The calling thread and, if there are two processors, a second one, which run jobs."""
+class OtherLoad:
+    """Mean number of runnable threads of other programs, over about half a second.
 
-    def __init__(self) -> None:
+    Args:
+        file: descriptor of Linux's `/proc/loadavg`; None if there is none, and the load is never
+            high.
+        processors: number of processors of the machine.
+    """
+
+    def __init__(self, file: int | None, processors: int) -> None:
+        self._file = file
+        self._next_seconds = 0.0
+        self._mean = 0.0
+        self._is_high = False
+        self._free = processors - 1
+
+    def is_high(self, own: int) -> bool:
+        """Return whether a second thread would often wait for a processor.
+
+        Args:
+            own: number of running threads of the caller.
+        """
+        now = time.monotonic()
+        if self._file is not None and now >= self._next_seconds:
+            self._next_seconds = now + LOAD_SECONDS
+            runnable = int(os.pread(self._file, 64, 0).split()[3].partition(b"/")[0])
+            self._mean += LOAD_WEIGHT * (max(0, runnable - own) - self._mean)
+            self._is_high = self._mean > self._free - (LOW if self._is_high else HIGH)
+        return self._is_high
+
+
+@cache
+def _load_file() -> int | None:
+    """Open the file of Linux that has the number of runnable threads; None if there is none."""
+    try:
+        return os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+class Team:
+    """The calling thread and, if there are two processors, a second one, which run jobs.
+
+    While other programs keep the processors busy, the calling thread runs jobs alone: of two
+    threads that wait for each other, one would often wait for a processor.
+
+    Args:
+        load: load of other programs, by default this machine's.
+    """
+
+    def __init__(self, load: OtherLoad | None = None) -> None:
         self.threads = min(2, cores())
+        self.active = self.threads
+        """Number of threads that run the next job."""
+        self._load = OtherLoad(_load_file(), os.cpu_count() or 1) if load is None else load
         _, self._together, self._alone = board_loops()
         self._board = np.zeros(BOARD_WORDS, np.int64)
         self._address = self._board.ctypes.data
@@ -241,7 +296,7 @@ class Team:
 
     def prepare(self, tables: Integers) -> None:
         """Set the entries up to `YIELD` of tables (..., n)."""
-        tables[..., THREADS], tables[..., BARRIER] = self.threads, 0
+        tables[..., THREADS], tables[..., BARRIER] = self.active, 0
         tables[..., YIELD] = self._board[BOARD_YIELD]
 
     def run(self, function: int, table: Integers) -> None:
@@ -252,10 +307,12 @@ class Team:
             table: its table, (n,), whose entries up to `YIELD` are set here.
         """
         self.prepare(table)
-        if self.threads == 1:
+        if self.active == 1:
             self._alone(function, table.ctypes.data)
         else:
             self._together(self._address, function, table.ctypes.data)
+        if self.threads > 1:  # behind the job, whose other tables have the number of threads, too
+            self.active = 1 if self._load.is_high(self.active) else self.threads
 
     def run_alone(self, function: int, table: Integers) -> None:
         """Run a job on the calling thread only; see `run`."""
@@ -265,7 +322,7 @@ class Team:
 
     def go_on_alone(self) -> None:
         """Run further jobs on one thread, after a fork that did not copy the second one."""
-        self.threads = 1
+        self.threads = self.active = 1
         self._close()
         os.close(self._read_end)
 
