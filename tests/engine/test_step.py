@@ -85,7 +85,7 @@ def test_core_has_few_lines_and_step_three_calls() -> None:
     (attempt,) = (node for node in step.body if isinstance(node, ast.Try))
     assert [ast.unparse(line) for line in attempt.body] == [
         "plan = self.planner.schedule(self.clock(), shared=shared)",
-        "output = self.executor.run(plan, meanwhile=self.postprocessor.send)",
+        "output = self.executor.run(plan, self.postprocessor.send, pending=pending)",
         "return self.postprocessor.postprocess(plan, output, send_later=send_later)",
     ]
 

@@ -26,7 +26,7 @@ CHOICE, ALL = "a choice", "all tokens"
 GOALS = {(1, 8_192): 2.0, (1, 32_768): 5.0, (8, 8_192): 1.0}
 """Goals: speedup over full attention, by (sequences, shared tokens)."""
 STEPS = 8
-"""Consecutive steps of one side before the other side runs."""
+"""Consecutive tokens of one side, or a few more, before the other side runs."""
 NEAR_TOKENS = 64
 """Number of tokens that a prompt's positions attend to in packed layers."""
 OWN_TOKENS = 8
@@ -67,14 +67,16 @@ def _measure_one(
     }
     try:
         for side in sides.values():
-            _read(side, model, sequences, tokens, (load.rounds + 1) * STEPS)
+            _read(side, model, sequences, tokens, 2 * (load.rounds + 1) * STEPS)
         step_ms: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(load.rounds):
             for name, side in sides.items():
-                for _ in range(STEPS):
+                stop = len(step_ms[name]) + STEPS
+                while len(step_ms[name]) < stop:
                     started = time.perf_counter()
-                    side.step()
-                    step_ms[name].append(1e3 * (time.perf_counter() - started))
+                    by_row = max(1, len(side.step()) // sequences)
+                    seconds = time.perf_counter() - started
+                    step_ms[name] += [1e3 * seconds / by_row] * by_row
     finally:
         for side in sides.values():
             side.cancel()

@@ -33,7 +33,7 @@ class Run:
     first_seconds: float
     """Seconds until every sequence has its first token."""
     step_seconds: list[float] = field(repr=False)
-    """Seconds of each step with all sequences decoding."""
+    """Seconds per token of each sequence, with all sequences decoding."""
     tokens: list[list[int]] = field(repr=False)
     """Generated tokens of every sequence; lengths differ slightly."""
     prompt_tokens: int
@@ -169,10 +169,14 @@ class Driving:
         self._run.first_seconds = self._now - self._began
 
     def decode(self, steps: int) -> None:
-        """Time `steps` steps with all sequences decoding."""
-        for _ in range(steps):
-            self._run.decoded_tokens += self._step()
-            self._run.step_seconds.append(self._step_seconds)
+        """Time the next `steps` tokens, or a few more, of all sequences, which are decoding."""
+        run = self._run
+        stop = len(run.step_seconds) + steps
+        while len(run.step_seconds) < stop:
+            tokens = self._step()
+            run.decoded_tokens += tokens
+            by_row = max(1, tokens // len(run.tokens))
+            run.step_seconds += [self._step_seconds / by_row] * by_row
 
     def resume(self) -> None:
         """Step once, untimed, since other sides have filled the processor's caches."""

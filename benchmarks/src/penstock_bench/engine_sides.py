@@ -50,7 +50,7 @@ class Side(Protocol):
         """Cancel the submitted prompts and free what is not shared."""
 
     def step(self) -> Sequence[tuple[int, int]]:
-        """Run one step and return (sequence, token) of every new token."""
+        """Run one step and return (sequence, token) of every new token, several of each perhaps."""
 
     def settle(self) -> None:
         """Wait until nothing is in flight."""
@@ -161,8 +161,8 @@ class Ours:
         self._handles = []
 
     def step(self) -> Sequence[tuple[int, int]]:
-        """Run one step and return its new tokens."""
-        self._core.step(send_later=True)
+        """Run one step, as the engine's thread does while nothing waits; return its new tokens."""
+        self._core.step(send_later=True, pending=lambda: False)
         new: list[tuple[int, int]] = []
         for place, handle in enumerate(self._handles):
             answers = self._core.view.generated(handle)

@@ -120,20 +120,27 @@ class Core(EngineParts):
 
     # ---- the step
 
-    def step(self, *, send_later: bool = False, shared: bool = False) -> bool:
+    def step(
+        self,
+        *,
+        send_later: bool = False,
+        shared: bool = False,
+        pending: Callable[[], bool] | None = None,
+    ) -> bool:
         """Run one step. Return False if there was nothing to do.
 
         Args:
             send_later: whether tokens other than an answer's first are delivered during the next
                 step, which the caller must then run at once.
             shared: whether other models wait for the device.
+            pending: whether anything waits for the step to end; see `ModelExecutor.run`.
         """
         self._begin()
         if self._closed:  # by rank 0
             return False
         try:
             plan = self.planner.schedule(self.clock(), shared=shared)
-            output = self.executor.run(plan, meanwhile=self.postprocessor.send)
+            output = self.executor.run(plan, self.postprocessor.send, pending=pending)
             return self.postprocessor.postprocess(plan, output, send_later=send_later)
         finally:
             if self.group.size > 1:
@@ -222,11 +229,7 @@ class Core(EngineParts):
         return self._closed
 
     def close(self, error: PenstockError | None = None) -> None:
-        """Cancel all requests and free all memory but the weights and the empty index.
-
-        Args:
-            error: error with which open answers end; None cancels them.
-        """
+        """Cancel all requests, or end them with an error, and free all memory but the weights'."""
         if error is None and not self._closed:  # otherwise the others see this process end
             self.group.note("close")
             self._begin()

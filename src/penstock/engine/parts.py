@@ -108,6 +108,7 @@ class EngineParts:
             self.speculator,
             logits_tokens=self.estimator.logits_tokens,
             mixed_tokens=self.estimator.mixed_tokens,
+            ends=self.text.ends,
         )
         self.postprocessor = Postprocessor(
             self.stores,

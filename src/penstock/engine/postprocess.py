@@ -9,7 +9,7 @@ then      ──> one node requantized, one record offered to each tier
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Container
 
 from penstock.engine.handle import notify
 from penstock.engine.model.prompt_logprobs import Scores
@@ -48,7 +48,7 @@ class Postprocessor:
         admission: Admission,
         group: ProcessGroup,
         prefill_rate: PrefillRate,
-        ends: Collection[int],
+        ends: Container[int],
     ) -> None:
         self.failed_in_a_row = 0
         self._stores = stores
@@ -106,7 +106,7 @@ class Postprocessor:
         rows = zip(computed.sequences, computed.choices, computed.states, strict=True)
         for sequence, choice, state in rows:
             try:
-                self._append(sequence, choice, state)
+                self._append(sequence, choice, state, computed.further)
             # Only this answer fails: see `_failed`.
             except Exception as error:  # noqa: BLE001
                 self._failed(sequence, error)
@@ -117,12 +117,13 @@ class Postprocessor:
         sequence: Sequence,
         choice: list[SampledToken] | Exception,
         state: RecurrentState | None,
+        further: int,
     ) -> None:
         if isinstance(choice, Exception):
             raise choice
         for number, token in enumerate(choice):
             written, sequence.read_again = len(choice) - number, False
-            sequence.speculation.accepted_tokens += written > 1
+            sequence.speculation.accepted_tokens += written > 1 + further
             behind = state if written == 1 else None  # it includes all of the step's tokens
             sequence.kv.append_tokens(written, accepted=1, recurrent_state=behind)
             self._emit(sequence, token)
@@ -132,10 +133,7 @@ class Postprocessor:
     def _emit(self, sequence: Sequence, chosen: SampledToken) -> None:
         request = sequence.request
         self._stores.counters.generated_tokens += 1
-        ends = chosen.token in self._ends and (
-            not request.ignore_eos or request.grammar is not None
-        )
-        if ends or chosen.token in request.stop_tokens:
+        if sequence.ends_with(chosen.token, self._ends):
             sequence.tokens.append(chosen.token)
             self._admission.finish(sequence, lambda s: s.end("stop", stop=chosen))
             return

@@ -13,6 +13,8 @@ from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
 from penstock.attention.attention_backend import (
     AttentionBackend,
@@ -336,6 +338,30 @@ class Runner:
             logits = self.model(mx.array([list(new) for new in tokens]), cache=caches, **more)
         left = unpinned(seam.states_of(kept))
         return DecodeOutput(logits, [RecurrentState(left, row) for row in range(len(rows))])
+
+    @property
+    def repeats(self) -> bool:
+        """Whether `decode_again` may give results."""
+        return hasattr(self.model, "decode_again")
+
+    def decode_again(
+        self, tokens: Sequence[int], rows: Sequence[DecodeRow], tails: Tails
+    ) -> npt.NDArray[np.float32] | None:
+        """Repeat the latest decode step, of these rows, with the tokens that follow.
+
+        Requires `repeats`. The results are those of `decode`, but less is done between two steps.
+
+        Args:
+            tokens: next token of each row.
+            rows: rows of the latest step, each advanced by a token.
+            tails: tails of that step.
+
+        Returns:
+            Logits of each row, (rows, vocabulary); None if `decode` must compute the step.
+        """
+        if any(row.shift or row.adapter for row in rows):
+            return None
+        return self.model.decode_again(tokens, rows, tails, self.selection)  # type: ignore[no-any-return]
 
     def _joins(self, width: int) -> bool:
         """Return whether a step with `width` new tokens per row reads contiguous KV."""

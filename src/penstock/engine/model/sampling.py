@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from penstock.engine.request import Sampling
 from penstock.errors import PenstockError, SettingError
+from penstock.kv.numpy_arrays import Floats
 from penstock.kv.readable_arrays import ReadableArray
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "apply_top_p",
     "greedy_only",
     "likeliest",
+    "likeliest_tokens",
     "sample_all",
     "without_frames",
 ]
@@ -230,10 +232,7 @@ class Likeliest:
     def read(self) -> list[SampledToken | Exception]:
         """Return the token of each row, or an error if no logit is finite; calls `mx.eval` once."""
         mx.eval(self.tokens, self.values)
-        return [
-            SampledToken(token) if math.isfinite(value) else _no_finite_logit(value)
-            for token, value in zip(_numbers(self.tokens), _numbers(self.values), strict=True)
-        ]
+        return _sampled(_numbers(self.tokens), _numbers(self.values))
 
 
 def likeliest(logits: mx.array) -> Likeliest:
@@ -251,6 +250,19 @@ def likeliest(logits: mx.array) -> Likeliest:
     tokens = mx.argmax(logits, axis=-1)
     values = mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0].astype(mx.float32)
     return Likeliest(tokens, values)
+
+
+def likeliest_tokens(logits: Floats) -> list[SampledToken | Exception]:
+    """Return the likeliest token of each row of logits (rows, vocabulary), see `Likeliest`."""
+    best = logits.argmax(axis=-1)
+    return _sampled(best.tolist(), logits[np.arange(len(best)), best].tolist())
+
+
+def _sampled(tokens: Sequence[int], values: Sequence[float]) -> list[SampledToken | Exception]:
+    return [
+        SampledToken(token) if math.isfinite(value) else _no_finite_logit(value)
+        for token, value in zip(tokens, values, strict=True)
+    ]
 
 
 def sample_all(

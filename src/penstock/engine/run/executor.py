@@ -1,6 +1,7 @@
 """Forward passes of a step, the second of its three calls.
 
     decode ──> compute and sample a token for each running sequence
+        decode again ──> further tokens, while nothing else waits
         prefill ──> compute chunks of prompts
 
 If model and memory allow it, chunks of several prompts and the decode step are computed in one
@@ -13,7 +14,7 @@ all of them are computed again separately.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -35,6 +36,8 @@ from penstock.engine.model.sampling import (
     TokenSampler,
     greedy_only,
     likeliest,
+    likeliest_tokens,
+    sample_all,
     without_frames,
 )
 from penstock.engine.model.verification import verified, verified_greedy
@@ -61,6 +64,8 @@ class DecodePass:
     states: list[RecurrentState | None]
     """Recurrent states of each sequence after its tokens; None without recurrent layers."""
     error: Exception | None = None
+    further: int = 0
+    """Number of tokens at the end of each row's choices that further forward passes gave."""
     mixed: bool = False
     """Whether a prefill chunk was computed in the same pass, and may have caused the error."""
 
@@ -89,6 +94,8 @@ class PrefillPass:
         return chunk
 
 
+FURTHER_SECONDS = 0.03
+"""Time of a step after which it decodes no further tokens, so that texts appear smoothly."""
 LEAST_SHARE = 0.25
 """Minimum share of a pass's time that is attributed to its chunks and not to its decode step."""
 StepOutput: TypeAlias = Iterator[DecodePass | PrefillPass]
@@ -102,6 +109,7 @@ class ModelExecutor:
         group: process group of the ranks.
         logits_tokens: maximum number of prompt tokens whose logits are computed together.
         mixed_tokens: maximum number of prompt tokens in a pass with several sequences.
+        ends: tokens that end an answer.
     """
 
     def __init__(
@@ -113,7 +121,9 @@ class ModelExecutor:
         *,
         logits_tokens: int,
         mixed_tokens: int,
+        ends: Container[int] = (),
     ) -> None:
+        self._ends = ends
         self._logits_tokens = logits_tokens
         self._mixed_tokens = mixed_tokens
         self._decode_seconds = RunningMean(0.0)
@@ -127,18 +137,28 @@ class ModelExecutor:
         speculates = speculator.max_tokens > 0 and runner.is_recurrent
         self._skips_padding = speculates and skips_padding(runner)
 
-    def run(self, plan: StepPlan[Sequence], meanwhile: Callable[[], object]) -> StepOutput:
+    def run(
+        self,
+        plan: StepPlan[Sequence],
+        meanwhile: Callable[[], object],
+        pending: Callable[[], bool] | None = None,
+    ) -> StepOutput:
         """Yield the results of a step: that of the decode, then one for each prefill chunk.
 
         A forward pass starts after the results of the previous one were consumed. So decoded tokens
         are postprocessed before a separate prefill starts, a chunk can read the codes of the block
         before it, and arrays of two forward passes are never alive together. One forward pass may
         compute several chunks, or chunks and the decode.
+
+        If `pending` is given and the model can repeat a step (`Runner.decode_again`), the decode is
+        repeated until `pending` returns true, an answer may have ended, or `FURTHER_SECONDS` are
+        over. So the work between two steps is done once for several tokens.
         """
         chunks = list(plan.prefill)
         if plan.decode:
             beside = self._mixed(chunks, plan.decode)
-            decoded, passes = self._decode(list(plan.decode), meanwhile, beside)
+            goes_on = pending if plan.alone else None
+            decoded, passes = self._decode(list(plan.decode), meanwhile, beside, goes_on)
             yield decoded
             del decoded
             chunks = chunks[len(passes) :]
@@ -234,6 +254,7 @@ class ModelExecutor:
         sequences: list[Sequence],
         meanwhile: Callable[[], object],
         beside: list[PrefillChunk[Sequence]],
+        pending: Callable[[], bool] | None = None,
     ) -> tuple[DecodePass, list[PrefillPass]]:
         """Compute and sample the next tokens of each sequence, verifying its proposed tokens.
 
@@ -249,6 +270,7 @@ class ModelExecutor:
             for row, proposal in zip(rows, proposals, strict=True)
         ]
         width = 1 + max(map(len, proposals))
+        further = 0
         # The padding after a proposal is written past all columns that are read.
         new = [
             [s.tokens[-1], *proposal, *[0] * (width - 1 - len(proposal))]
@@ -277,6 +299,8 @@ class ModelExecutor:
                 else:
                     _evaluate(meanwhile, logits, *writes)
                     chosen = verified(logits, proposals, samplers, [s.generated for s in sequences])
+                if pending is not None and self._repeats(sequences):
+                    further = self._decode_again(sequences, rows, chosen, pending)
             states: list[RecurrentState | None] = [None] * len(sequences)
             if before:
                 states = self._states_behind(decoded, chosen, new, rows, before)
@@ -287,19 +311,86 @@ class ModelExecutor:
                 self._separate(beside, sequences)
             mixed = bool(beside)
             return DecodePass(sequences, [], [], without_frames(error), mixed=mixed), []
-        if width == 1:  # always so with several ranks
+        if width == 1 and not further:  # always so with several ranks
             chosen = _listed(self._group.chosen(_alone(chosen)))
         seconds = time.perf_counter() - started
         right = [None if isinstance(of, Exception) else len(of) - 1 for of in chosen]
-        self._speculator.judge(sequences, proposed, right, None if beside else seconds)
-        self._counters.decode_steps += 1
-        self._counters.decode_seconds.append(seconds)
+        if not further:
+            self._speculator.judge(sequences, proposed, right, None if beside else seconds)
         self._counters.model_seconds += seconds
+        for _ in range(1 + further):
+            self._counters.decode_steps += 1
+            self._counters.decode_seconds.append(seconds / (1 + further))
         if not beside:
-            self._decode_seconds.add(seconds)
+            self._decode_seconds.add(seconds / (1 + further))
         for read in passes:
             read.seconds = max(seconds - self._decode_seconds.value, LEAST_SHARE * seconds)
-        return DecodePass(sequences, chosen, states), passes
+        return DecodePass(sequences, chosen, states, further=further), passes
+
+    def _repeats(self, sequences: Items[Sequence]) -> bool:
+        """Return whether a decode step of these sequences may be repeated.
+
+        Each token of an answer with a constraint or a stop string may end it or change what may
+        follow, and an answer's first token is delivered at once.
+        """
+        if not self._runner.repeats or self._speculator.max_tokens or self._group.size > 1:
+            return False
+        return all(
+            s.generated_tokens and s.sampler.constraint is NO_RULE and not s.text.may_stop
+            for s in sequences
+        )
+
+    def _decode_again(
+        self,
+        sequences: Items[Sequence],
+        rows: list[DecodeRow],
+        chosen: Items[list[SampledToken] | Exception],
+        pending: Callable[[], bool],
+    ) -> int:
+        """Decode further tokens of all rows, append them to `chosen`, and return their number.
+
+        Args:
+            sequences: sequences of the rows.
+            rows: rows of the decode step before.
+            chosen: tokens that this step gave.
+            pending: see `run`.
+        """
+        started, samplers = time.perf_counter(), [s.sampler for s in sequences]
+        greedy = greedy_only(samplers)
+        texts = [of for of in chosen if not isinstance(of, Exception)]
+        if len(texts) < len(chosen):
+            return 0
+        most = min(sequence.step_room for sequence in sequences)
+        for further in range(1, most):
+            ended = any(
+                s.ends_with(text[-1].token, self._ends)
+                for s, text in zip(sequences, texts, strict=True)
+            )
+            if ended or pending() or time.perf_counter() - started > FURTHER_SECONDS:
+                return further - 1
+            rows = [row.ahead(1) for row in rows]
+            try:
+                logits = self._runner.decode_again([t[-1].token for t in texts], rows, self._tails)
+                if logits is None:
+                    return further - 1
+                if greedy:
+                    tokens = likeliest_tokens(logits)
+                else:
+                    before = [
+                        [*s.generated, *(token.token for token in text)]
+                        for s, text in zip(sequences, texts, strict=True)
+                    ]
+                    tokens = sample_all(mx.array(logits), samplers, before)
+            # If the error persists, the next step raises it.
+            except Exception as error:  # noqa: BLE001
+                without_frames(error)
+                return further - 1
+            sampled = [token for token in tokens if not isinstance(token, Exception)]
+            if len(sampled) < len(tokens):
+                return further - 1
+            for text, token in zip(texts, sampled, strict=True):
+                text.append(token)
+        return max(0, most - 1)
 
     def _recurrent_states(self, sequences: list[Sequence]) -> list[RecurrentState | None]:
         return [s.kv.recurrent_state for s in sequences] if self._runner.is_recurrent else []

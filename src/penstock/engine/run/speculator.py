@@ -47,7 +47,6 @@ class Speculator:
         self.max_tokens = limit
         self._stores = stores
         self._counters = stores.counters
-        self._block_size = stores.block_size
         self._costs = StepCosts(drafts_at_once=draft.drafts_at_once)
         self._shared = SharedText() if limit else SharedText(0)
         self._draft = draft
@@ -189,15 +188,7 @@ class Speculator:
 
     def _room(self, sequence: Sequence) -> int:
         """Return the maximum number of tokens to propose within the tail and the block."""
-        kv = sequence.kv
-        position = kv.position
-        room = min(
-            self._stores.tails.columns - kv.tail,
-            self._block_size - position % self._block_size,
-            sequence.reserved_tokens - position,
-            sequence.missing_tokens,
-        )
-        return max(0, min(self.max_tokens, room - 1))
+        return max(0, min(self.max_tokens, sequence.step_room - 1))
 
     def _proposers(self, sequence: Sequence) -> list[Proposer]:
         request = sequence.request

@@ -117,6 +117,8 @@ class StepPlan(Generic[T]):
 
     decode: tuple[T, ...]
     prefill: tuple[PrefillChunk[T], ...]
+    alone: bool = False
+    """Whether no admitted prompt and no other model waits for the step."""
 
 
 @dataclass(eq=False, slots=True)
@@ -383,7 +385,7 @@ class Scheduler(Generic[T]):
         placed = self.placed()
         decode = tuple(sequence for sequence in placed if sequence.state is State.RUNNING)
         if len(decode) == len(placed):  # the most frequent step by far
-            return StepPlan(decode, ())
+            return StepPlan(decode, (), alone=not shared)
         readers = self._readers(placed)
         if time is not None and not (decode or shared or self._short_one_waits(readers, time)):
             time = time.alone

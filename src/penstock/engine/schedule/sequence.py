@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -116,6 +117,23 @@ class Sequence:
     def reads_logits(self) -> bool:
         """Whether the logits of all prompt tokens are needed."""
         return self.kv.prompt_logprobs is not None
+
+    @property
+    def step_room(self) -> int:
+        """Maximum number of tokens that a step may add."""
+        reserved = self.reserved_tokens - self.position
+        return min(self.kv.free_columns, reserved, self.missing_tokens)
+
+    def ends_with(self, token: int, ends: Container[int]) -> bool:
+        """Return whether a generated token ends the answer.
+
+        Args:
+            ends: tokens that end answers unless the request ignores them.
+        """
+        request = self.request
+        if token in ends and (not request.ignore_eos or request.grammar is not None):
+            return True
+        return token in request.stop_tokens
 
     @property
     def max_kv_tokens(self) -> int:

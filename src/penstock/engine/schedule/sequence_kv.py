@@ -88,6 +88,12 @@ class SequenceKV:
         return None if self.pin is None else self.pin.node
 
     @property
+    def free_columns(self) -> int:
+        """Number of tokens that fit into the tail and the current block."""
+        in_block = self._size - self.position % self._size
+        return min(self._stores.tails.columns - self.tail, in_block)
+
+    @property
     def last_boundary(self) -> int:
         """End of the last whole block before the last token."""
         return (len(self.tokens) - 1) // self._size * self._size

@@ -249,7 +249,7 @@ class PackedDecoderLayer(PackedModule):
 
 def compute_together(
     layers: Sequence[PackedDecoderLayer], output: OutputParts | None = None
-) -> None:
+) -> LayersTogether:
     """Let the layers of a model compute a decode step or prefill chunk in one job.
 
     In decode steps, the job includes the final norm and the output layer, if given.
@@ -261,6 +261,7 @@ def compute_together(
     together.output = output
     for place, layer in enumerate(layers):
         layer.join(together, place)
+    return together
 
 
 def _is_causal(mask: Any, n: int, m: int) -> bool:

@@ -6,15 +6,17 @@ computes all of them, one compiled part after another. Cached keys and values ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 
+from penstock.attention.attention_plan import DecodeRow
 from penstock.attention.chunk_reads import ChunkReads, MixedReads
 from penstock.attention.reads import DecodeReads
+from penstock.attention.selection.selection import Selection
 from penstock.attention.span_attention import AttentionWindow
 from penstock.kv.numpy_arrays import Floats, Integers
 from penstock.kv.tails import Tails
@@ -98,8 +100,12 @@ class _PassTables:
     """Input of the first layer, and then output of the last one, (rows, width)."""
     facts: tuple[object, ...] | None
     """See `LayersTogether._facts`; equal in steps that can use the tables."""
+    windows: Sequence[AttentionWindow]
+    """`OrderedReads.window` of each layer."""
     spans: Sequence[Integers]
     """`OrderedReads.spans` of each layer; the same arrays in steps that can use the tables."""
+    firsts: Integers
+    """Number of the first span of each sequence, and of all spans, (sequences + 1,)."""
     new: NewTokens
     read: PartRead
     angles: Mapping[RotaryPositions | None, Floats]
@@ -121,27 +127,49 @@ class _PassTables:
             for of_layer, spans, choice in zip(part, self.spans, self.choices, strict=True)
         )
 
-    def renew(self, part: Sequence[LayerReads], tails: Integers) -> None:
+    def renew(
+        self,
+        positions: Sequence[int],
+        tails: Integers,
+        choices: Iterable[tuple[StepChoice, Integers]],
+    ) -> None:
         """Set what differs in the next decode step.
 
         Args:
-            part: what each layer reads; `facts` are equal.
+            positions: position of each row.
             tails: columns of each sequence's first new token, (sequences,).
+            choices: choices of the tables, with `StepChoice.choices` of this step.
         """
         moved = tails - self.new.columns
         self.new.columns[:] = tails
-        positions = part[0].plan.positions
         for rotation, angles in self.angles.items():
             assert rotation is not None
             angles[:] = rotation.angles(np.array(positions))
         for window, seen in self.read.seen.items():
             seen[:] = seen_columns(positions, window)
-        self.read.spans[:, part[0].plan.firsts[1:] - 1, 4] += moved
+        self.read.spans[:, self.firsts[1:] - 1, 4] += moved
         by_row = np.repeat(moved, self.read.width)[:, None]
         self.new_places[..., 0::2] += by_row * self.new.token_bytes
-        for of_layer, choice in zip(part, self.choices, strict=True):
-            if choice is not None and of_layer.choice is not None:
-                choice.choices[:] = of_layer.choice.choices
+        for choice, by_row in choices:
+            choice.choices[:] = by_row
+
+    def choices_ahead(
+        self, positions: Sequence[int], selection: Selection
+    ) -> list[tuple[StepChoice, Integers]] | None:
+        """Return the argument `choices` of `renew` for the next positions of the same rows.
+
+        None if tables would change.
+        """
+        own = {id(choice): choice for choice in self.choices if choice is not None}
+        if not own and selection.layers and max(positions) >= selection.tokens:
+            return None
+        ahead = []
+        for choice in own.values():
+            by_row = choice.ahead(positions)
+            if by_row is None:
+                return None
+            ahead.append((choice, by_row))
+        return ahead
 
 
 @dataclass(slots=True)
@@ -223,8 +251,12 @@ class LayersTogether:
         self._dims = dims
         self.output: OutputParts | None = None
         """What follows the layers, and is computed in the same job in decode steps."""
+        self.embed: Callable[[Integers], Floats] | None = None
+        """Function that returns the input of the first layer for tokens (n,), if known."""
         self._latest: _PassTables | None = None
         """Tables of the latest decode step."""
+        self._decoded: list[tuple[int, ...]] = []
+        """`_places` of the rows of the latest forward pass, if it used these tables."""
 
     def compute(
         self, place: int, x: mx.array, reads: Any, window: AttentionWindow
@@ -246,6 +278,7 @@ class LayersTogether:
             return x, False
         shared, last = reads.plans, len(self._parts) - 1
         if place == 0:
+            self._decoded = []
             shared[self] = self._noted(x, reads)
         noted = shared.get(self)
         if noted is not None and noted.output is not None:
@@ -289,26 +322,74 @@ class LayersTogether:
         parts = list(zip(*layers, strict=True))
         facts = self._facts(parts, rows, threads)
         if facts is not None and tables is not None and tables.is_for(facts, parts[0]):
-            tables.renew(parts[0], tail_columns(parts[0][0].reads))
+            pairs = zip(tables.choices, (of_layer.choice for of_layer in parts[0]), strict=True)
+            choices = [(choice, new.choices) for choice, new in pairs if choice and new]
+            tables.renew(parts[0][0].plan.positions, tail_columns(parts[0][0].reads), choices)
         else:
             tables = self._tables(parts, rows, threads, facts)
             if facts is not None:
                 self._latest = tables
-        for table in tables.jobs:
-            threads.prepare(table)
         tables.into[:] = rows_of(x)
         output = self.output
         if output is None or not tables.end:
-            threads.run(program_loop(), tables.program)
+            self._run_program(tables, threads)
             return mx.array(tables.into.reshape(x.shape))
-        normed = np.empty((rows, self._width), np.float32)
-        logits = np.empty((rows, output.product.stride), np.float32)
+        normed, logits = self._run_to_logits(tables, output, threads)
+        reads = parts[0][0].reads
+        if isinstance(reads, DecodeReads) and reads.step.width == 1:
+            self._decoded = _places(reads.step.tails, reads.step.rows)
+        return PassOutput(tables.into.reshape(x.shape), output, normed, logits)
+
+    def decode_again(
+        self,
+        tokens: Sequence[int],
+        rows: Sequence[DecodeRow],
+        tails: Tails,
+        selection: Selection,
+    ) -> Floats | None:
+        """Repeat the latest decode step with the next tokens; see `Runner.decode_again`."""
+        tables, output, threads = self._latest, self.output, team()
+        before = [(*place[:2], place[2] - 1, place[3] - 1) for place in _places(tails, rows)]
+        if tables is None or output is None or self.embed is None or before != self._decoded:
+            return None
+        positions = [row.position for row in rows]
+        choices = tables.choices_ahead(positions, selection)
+        if choices is None or not self._sees_alike(tables, tails, max(positions)):
+            return None
+        floats = self._space_sizes(len(rows), threads.threads)[1]
+        if tables.facts is None or tables.facts[2] != threads.space(floats).ctypes.data:
+            return None
+        tables.renew(positions, np.array([row.tail for row in rows]), choices)
+        tables.into[:] = self.embed(np.array(tokens))
+        _, logits = self._run_to_logits(tables, output, threads)
+        self._decoded = _places(tails, rows)
+        return logits
+
+    def _sees_alike(self, tables: _PassTables, tails: Tails, position: int) -> bool:
+        """Return whether the layers that see all tokens are those of the tables."""
+        known = tails.derived(self._known_layers).values()
+        pairs = {
+            (window, of_plan) for (_, window), of_plan in zip(known, tables.windows, strict=True)
+        }
+        every = AttentionWindow()
+        return all(window.sees_all(position) == (of_plan == every) for window, of_plan in pairs)
+
+    def _run_program(self, tables: _PassTables, threads: Team) -> None:
+        for table in tables.jobs:
+            threads.prepare(table)
+        threads.run(program_loop(), tables.program)
+
+    def _run_to_logits(
+        self, tables: _PassTables, output: OutputParts, threads: Team
+    ) -> tuple[Floats, Floats]:
+        """Compute layers, norm and output layer; return the results of the last two."""
+        normed = np.empty((len(tables.into), self._width), np.float32)
+        logits = np.empty((len(tables.into), output.product.stride), np.float32)
         norm, head = tables.end
         norm[PartTable.RESULT] = head[PartTable.X] = normed.ctypes.data
         head[PartTable.RESULT] = logits.ctypes.data
-        threads.run(program_loop(), tables.program)
-        logits = logits[:, : output.product.matrix.rows]
-        return PassOutput(tables.into.reshape(x.shape), output, normed, logits)
+        self._run_program(tables, threads)
+        return normed, logits[:, : output.product.matrix.rows]
 
     def _facts(
         self, parts: Sequence[Sequence[LayerReads]], rows: int, threads: Team
@@ -379,7 +460,9 @@ class LayersTogether:
             program,
             into,
             facts,
+            [of_layer.plan.window for of_layer in parts[0]],
             [of_layer.plan.spans for of_layer in parts[0]],
+            parts[0][0].plan.firsts,
             new[0],
             read[0],
             by_rotation,
@@ -515,6 +598,11 @@ class LayersTogether:
         """Return the angles of each rotation that rotates."""
         rotations = {part.rotation for part in self._parts[:count]}
         return {x: x.angles(positions) for x in rotations if x is not None and x.pairs}
+
+
+def _places(tails: Tails, rows: Sequence[DecodeRow]) -> list[tuple[int, ...]]:
+    """Return what identifies the rows of a step among those of consecutive steps."""
+    return [(id(tails), row.slot, row.position, row.tail) for row in rows]
 
 
 def _fits(choice: StepChoice | None, other: StepChoice | None) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from penstock.memory import ModelSpec
 from penstock.models.layer_seams import HEAD
@@ -33,6 +34,7 @@ from penstock.plugins.cpu.packed_products import (
     packed_matrix,
 )
 from penstock.plugins.cpu.packed_products import packed_bytes as bytes_of
+from penstock.plugins.cpu.packed_steps import LayersTogether
 
 # Without Numba this plug-in is unavailable. Numba itself is imported only to compile.
 if find_spec("numba") is None:
@@ -48,6 +50,21 @@ TOGETHER = frozenset(
     {"llama", "mistral", "smollm3", "qwen2", "qwen3", "granite", "phi3", "gemma3_text"}
 )
 """Model types of mlx-lm whose layers are computed in one job."""
+
+
+def _gemma_factor(model: Any) -> float:
+    return float(mx.array(model.args.hidden_size**0.5, mx.bfloat16))
+
+
+EMBEDDING_FACTORS: Mapping[str, Callable[[Any], float]] = {
+    "mlx_lm.models.llama.Model": lambda model: 1.0,
+    "mlx_lm.models.qwen2.Model": lambda model: 1.0,
+    "mlx_lm.models.qwen3.Model": lambda model: 1.0,
+    "mlx_lm.models.smollm3.Model": lambda model: 1.0,
+    "mlx_lm.models.phi3.Model": lambda model: 1.0,
+    "mlx_lm.models.gemma3_text.Model": _gemma_factor,
+}
+"""Classes of models that compute embeddings times a factor, layers, norm and output layer, only."""
 
 
 def takes(module: nn.Module) -> bool:
@@ -88,7 +105,9 @@ def pack(model: nn.Module, *, exact: bool, read: Callable[[str], None]) -> None:
     output = _pack_norm(model)
     runs = _in_turn(model)
     for layers in runs:
-        compute_together(layers, output if layers is runs[-1] else None)
+        together = compute_together(layers, output if layers is runs[-1] else None)
+        if len(runs) == 1:
+            _repeat_steps(model, together)
     pack_each(lambda name: True)
     mx.eval(model.parameters())  # type: ignore[no-untyped-call]
 
@@ -160,6 +179,17 @@ def _pack_norm(model: nn.Module) -> OutputParts | None:
     output = OutputParts(norm, head.product, from_one=layers[0].form.from_one)
     stack.norm = PackedNorm(norm, output)
     return output
+
+
+def _repeat_steps(model: Any, together: LayersTogether) -> None:
+    """Let a model of a known class repeat decode steps; see `Runner.decode_again`."""
+    factor_of = EMBEDDING_FACTORS.get(f"{type(model).__module__}.{type(model).__name__}")
+    embedding = None if factor_of is None else model.model.embed_tokens
+    if factor_of is None or not isinstance(embedding, PackedEmbedding) or together.output is None:
+        return
+    factor, matrix = np.float32(factor_of(model)), embedding.product.matrix
+    together.embed = lambda tokens: matrix.rows_of(tokens) * factor
+    model.decode_again = together.decode_again
 
 
 def _packed(name: str, module: Any, *, exact: bool) -> nn.Module:

@@ -52,6 +52,25 @@ class StepChoice:
         most = FIRST_BLOCKS + int(own[:, 1].max()) + 1 + spans
         return cls(selection, own, index, most, int(own[:, 0].max()))
 
+    def ahead(self, positions: Sequence[int]) -> Integers | None:
+        """Return `choices` of the next decode step, of the same rows; None if tables would change.
+
+        Args:
+            positions: position of the new token of each row.
+        """
+        selection, choices = self.selection, []
+        for position, chooses in zip(positions, self.choices[:, 1] > 0, strict=True):
+            start, blocks = 0, 0
+            if chooses:
+                start = selection.recent_start(position) // BLOCK_TOKENS
+                blocks = selection.blocks(position)
+            elif position >= selection.tokens:
+                return None
+            choices.append([start, blocks, 0, position + 1])
+        ahead = np.array(choices)
+        alike = (ahead[:, :2].max(axis=0) == self.choices[:, :2].max(axis=0)).all()
+        return ahead if alike else None
+
     def fits(self, other: StepChoice) -> bool:
         """Return whether tables with another choice of the same spans hold for this one, too."""
         alike = self.index is other.index and self.selection is other.selection
