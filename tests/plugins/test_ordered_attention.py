@@ -16,7 +16,7 @@ from penstock.plugins.cpu.compiled import has_numba
 from penstock.plugins.cpu.compiled_jobs import team
 from penstock.plugins.cpu.cpu_backend import CPUBackend
 from penstock.plugins.cpu.ordered_attention import attend_buffer, attend_step
-from penstock.plugins.cpu.ordered_loops import BLOCKS_OF_WAVE
+from penstock.plugins.cpu.ordered_loops import BLOCKS_OF_WAVE, item_groups
 
 pytestmark = pytest.mark.skipif(not has_numba(), reason="the loop is compiled by Numba")
 HEADS, KV_HEADS, DIM, VALUE_DIM, COLUMNS = 6, 2, 40, 24, 275
@@ -121,6 +121,20 @@ def test_result_is_bit_identical_for_any_number_of_threads(
     assert np.array_equal(np.array(divided), whole()[:, :, 270:271])
     monkeypatch.setattr(team(), "threads", 1)
     assert np.array_equal(np.array(attend_buffer(*row, SCALE)), np.array(divided))
+
+
+@pytest.mark.parametrize(("groups", "heads"), [(9, 4), (7, 3), (5, 4), (14, 3), (9, 1), (6, 2)])
+def test_items_are_divided_evenly_between_threads(groups: int, heads: int) -> None:
+    """Nine tokens with four queries per KV head are 9 groups, with three they are 7."""
+    size = item_groups(groups, heads, 2)
+    items = -(-groups // size)
+    loads = [
+        sum(min(size, groups - item % items * size) for item in range(thread, heads * items, 2))
+        for thread in range(2)
+    ]
+    assert sum(loads) == groups * heads and abs(loads[0] - loads[1]) <= 1
+    assert item_groups(groups, heads, 1) == min(groups, 8), "alone, items read as much as they may"
+    assert item_groups(128, heads, 2) == 8, "many items need no division"
 
 
 def test_long_rows_match_reference_and_whole_chunk() -> None:

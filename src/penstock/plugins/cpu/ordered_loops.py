@@ -35,6 +35,8 @@ SEEN_FLOATS = 4 * QUERIES_OF_ITEM
 """Size in floats of a thread's buffer for the visible columns of an item's queries, int64."""
 ITEMS_OF_THREAD = 4
 """Maximum number of items per thread for which threads divide the blocks of each item."""
+ITEMS_DIVIDED = 16
+"""Maximum number of items per thread for which items are made smaller to be dealt out evenly."""
 
 
 class AttendTable(IntEnum):
@@ -117,6 +119,33 @@ def ordered_loop(
     )
 
 
+def item_groups(groups: int, heads: int, threads: int) -> int:
+    """Return how many groups of `QUERIES` queries make an item, so that threads end together.
+
+    Items are dealt out in turn.
+
+    Args:
+        groups: number of groups of a KV head.
+        heads: number of KV heads of all sequences.
+        threads: number of threads.
+    """
+    largest = min(groups, QUERIES_OF_ITEM // QUERIES)
+    best, least = largest, heads * groups + 1
+    for size in range(largest, 0, -1):
+        items = (groups + size - 1) // size
+        if threads == 1 or heads * items > ITEMS_DIVIDED * threads:
+            break
+        longest = 0
+        for thread in range(threads):
+            total = 0
+            for item in range(thread, heads * items, threads):
+                total += min(size, groups - item % items * size)
+            longest = max(longest, total)
+        if longest < least:
+            best, least = size, longest
+    return best
+
+
 def _compile_ordered(key_dim: int, value_dim: int, soft_cap: float, nbytes: int) -> Any:
     from numba import carray, cfunc, njit, types
 
@@ -129,6 +158,7 @@ def _compile_ordered(key_dim: int, value_dim: int, soft_cap: float, nbytes: int)
     maximum, of_total = value_width + MAXIMUM, value_width + TOTAL
     state_bytes, nothing = 4 * state_width, np.float32(UNSEEN)
     wave, items_of_thread, seen_bytes = BLOCKS_OF_WAVE, ITEMS_OF_THREAD, 4 * SEEN_FLOATS
+    groups_of_item = njit(nogil=True)(item_groups)
     (THREADS, _, _, OF_QUERIES, ROWS, HEADS, KV_HEADS, SPANS, SPAN_COUNT, FIRSTS, SEQUENCES, SEEN,
      WIDTH, MIXED, SPACE, KEPT) = map(int, AttendTable)  # fmt: skip
 
@@ -233,14 +263,14 @@ def _compile_ordered(key_dim: int, value_dim: int, soft_cap: float, nbytes: int)
         return first_seen(seen) >= column + block_tokens and kept <= column
 
     @njit(nogil=True)
-    def attend_item(table, spans, firsts, item, space, seen):  # type: ignore[no-untyped-def]
-        """Attend with up to `QUERIES_OF_ITEM` queries of a sequence and KV head."""
+    def attend_item(table, spans, firsts, item, size, space, seen):  # type: ignore[no-untyped-def]
+        """Attend with up to `size` groups of four queries of a sequence and KV head."""
         kv_heads = table[KV_HEADS]
         queries = table[WIDTH] * (table[HEADS] // kv_heads)
-        items = (queries + most_queries - 1) // most_queries
-        first = item % items * most_queries
+        items = (queries + size * together - 1) // (size * together)
+        first = item % items * size * together
         key_head, sequence = item // items % kv_heads, item // items // kv_heads
-        count = min(most_queries, queries - first)
+        count = min(size * together, queries - first)
         groups = (count + together - 1) // together
         take_queries(table, sequence, key_head, first, count, space, seen[: groups * together])
         states = space + 4 * most_queries * key_width
@@ -330,8 +360,9 @@ def _compile_ordered(key_dim: int, value_dim: int, soft_cap: float, nbytes: int)
             seen[0, 0] = thread
             attend_divided(table, address, spans, firsts, units, space, shared, seen)
             return
-        items = sequences * kv_heads * ((queries + most_queries - 1) // most_queries)
-        for item in range(thread, items, threads):
-            attend_item(table, spans, firsts, item, space, seen)
+        groups, heads = (queries + together - 1) // together, sequences * kv_heads
+        size = groups_of_item(groups, heads, threads)
+        for item in range(thread, heads * ((groups + size - 1) // size), threads):
+            attend_item(table, spans, firsts, item, size, space, seen)
 
     return cfunc(types.void(types.int64, types.int64))(job)
