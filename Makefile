@@ -97,7 +97,7 @@ test test-all: $(VENV)/.dev
 	$(SCALED)
 
 test-rest: $(VENV)/.dev
-	OPENBLAS_NUM_THREADS=$(THREADS) $(BIN)/pytest --rest $(BY_FILE)
+	OPENBLAS_NUM_THREADS=$(THREADS) $(BIN)/pytest --rest $(BY_FILE) $(if $(UNTIL),--until $(UNTIL))
 	$(SCALED)
 
 # What of make test-scale needs no more than is often there: nginx, Redis, Ray; skipped without. And

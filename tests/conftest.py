@@ -4,6 +4,7 @@ import gc
 import math
 import os
 import signal
+import time
 from collections.abc import Iterator
 
 import penstock  # noqa: F401 - the import is what loads it
@@ -15,7 +16,7 @@ from crashed_workers import pytest_xdist_make_scheduler  # noqa: F401 - a hook
 from hypothesis import HealthCheck, settings
 from patience import SOON, patient, reads_all, whole_chunks  # noqa: F401 - fixtures
 from process_state import own_state
-from quick import PASSED, PassedTests, left_out, read_costs
+from quick import LATE, PASSED, PassedTests, left_out, read_costs
 from threads_left import (  # noqa: F401 - hooks and a fixture
     no_thread_left,
     pytest_sessionstart,
@@ -55,6 +56,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options used by `make test` and `make test-rest`; see `quick`."""
     parser.addoption("--quick", action="store_true", help="leave out what takes long")
     parser.addoption("--rest", action="store_true", help="leave out what passed with --quick")
+    parser.addoption(
+        "--until", type=float, metavar="SECONDS", help="begin no test after this time (Unix epoch)"
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what begins too late."""
+    until = item.config.getoption("until")
+    if until is not None and time.time() > until:
+        pytest.skip(LATE)
 
 
 def pytest_configure(config: pytest.Config) -> None:

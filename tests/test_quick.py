@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +59,25 @@ def test_number_of_test_cases_follows_measured_cost() -> None:
     assert left == out([*many, *dear, *new], costs)
     kept = [i for i, item in enumerate(many) if item not in left]
     assert len({i % 4 for i in kept}) == 4, "not every so many"
+
+
+def test_tests_that_begin_too_late_are_skipped(tmp_path: Path) -> None:
+    file = tmp_path / "test_two.py"
+    file.write_text("import time\ndef test_one(): time.sleep(1.5)\ndef test_other(): pass\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+    command += ["-c", str(TESTS.parent / "pyproject.toml"), "--confcutdir", str(tmp_path)]
+    plugin = {**os.environ, "PYTHONPATH": f"{TESTS / 'support'}:{TESTS}:{os.getenv('PYTHONPATH')}"}
+
+    def summary(*more: str) -> str:
+        run = subprocess.run(
+            [*command, "-p", "conftest", *more], env=plugin, capture_output=True, text=True
+        )
+        return run.stdout
+
+    assert "2 passed" in summary()
+    late = summary("--until", str(time.time() + 60)), summary("--until", "1")
+    assert "2 passed" in late[0]
+    assert "2 skipped" in late[1] and quick.LATE in late[1]
 
 
 def test_longest_tests_run_only_if_single_in_file() -> None:

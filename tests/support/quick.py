@@ -7,7 +7,8 @@ does not run, unless nothing of its file would, or it is in `ALWAYS`. CI runs al
 What a case takes is in `tests/quick_costs.txt`, which `make test-costs` measures. A test that is
 not in it is cheap, or new: all of it runs.
 
-A run with `--quick` leaves in pytest's cache which tests passed, and `--rest` runs all others.
+A run with `--quick` leaves in pytest's cache which tests passed, and `--rest` runs all others. With
+`--until`, tests that begin after a time are skipped: CI ends on a slow machine, too, and says so.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ ALWAYS = (
 )
 """Tests that see most: of each the first case runs, whatever it takes."""
 COSTS = Path(__file__).parents[1] / "quick_costs.txt"
+LATE = "no time was left: `make test-rest` runs it"
 PASSED = "penstock/passed"
 """Key in pytest's cache."""
 
