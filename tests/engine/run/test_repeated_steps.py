@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -15,6 +16,7 @@ import pytest
 from small_models import BASE, build
 
 from penstock.engine.core import Core
+from penstock.engine.model.runner import Runner
 from penstock.engine.request import Request, Sampling, Token
 from penstock.engine.run import executor
 from penstock.models.weight_packer import pack, weight_packer
@@ -126,7 +128,7 @@ def test_repeated_steps_select_same_tokens(rows: int, settings: dict[str, Any]) 
 
 @pytest.mark.parametrize("broken", ["renew", "ahead"])
 def test_stale_tables_change_tokens(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"attend_tokens": 128} if broken == "ahead" else {}
+    settings: dict[str, Any] = {"attend_tokens": 128} if broken == "ahead" else {}
     single = Answers("llama", requests(3, DRAWN), **settings)
     if broken == "renew":
         monkeypatch.setattr(_PassTables, broken, lambda *_: None)
@@ -160,9 +162,19 @@ def test_step_ends_when_something_waits() -> None:
 
 
 def test_step_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "FURTHER_SECONDS", 0.0)
-    single = Answers("llama", requests(1))
-    assert Answers("llama", requests(1), nothing_waits).steps == single.steps
+    """Where a single pass takes longer, as of a large model, tokens come one by one."""
+    asked = requests(1, max_tokens=20)
+    single = Answers("llama", asked)
+    monkeypatch.setattr(executor, "FURTHER_SECONDS", 0.05)
+    original = Runner.decode
+
+    def slow(self: Runner, *args: Any) -> Any:
+        time.sleep(0.06)
+        return original(self, *args)
+
+    with monkeypatch.context() as slowly:
+        slowly.setattr(Runner, "decode", slow)
+        assert Answers("llama", asked, nothing_waits).steps == single.steps
 
 
 def test_prompts_interrupt_repeated_steps() -> None:

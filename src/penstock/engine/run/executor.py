@@ -95,7 +95,7 @@ class PrefillPass:
 
 
 FURTHER_SECONDS = 0.03
-"""Time of a step after which it decodes no further tokens, so that texts appear smoothly."""
+"""Time of a step after which it begins no further pass, so that texts appear smoothly."""
 LEAST_SHARE = 0.25
 """Minimum share of a pass's time that is attributed to its chunks and not to its decode step."""
 StepOutput: TypeAlias = Iterator[DecodePass | PrefillPass]
@@ -300,7 +300,7 @@ class ModelExecutor:
                     _evaluate(meanwhile, logits, *writes)
                     chosen = verified(logits, proposals, samplers, [s.generated for s in sequences])
                 if pending is not None and self._repeats(sequences):
-                    further = self._decode_again(sequences, rows, chosen, pending)
+                    further = self._decode_again(sequences, rows, chosen, pending, started)
             states: list[RecurrentState | None] = [None] * len(sequences)
             if before:
                 states = self._states_behind(decoded, chosen, new, rows, before)
@@ -346,6 +346,7 @@ class ModelExecutor:
         rows: list[DecodeRow],
         chosen: Items[list[SampledToken] | Exception],
         pending: Callable[[], bool],
+        started: float,
     ) -> int:
         """Decode further tokens of all rows, append them to `chosen`, and return their number.
 
@@ -354,8 +355,9 @@ class ModelExecutor:
             rows: rows of the decode step before.
             chosen: tokens that this step gave.
             pending: see `run`.
+            started: start of the step, in seconds of `time.perf_counter`.
         """
-        started, samplers = time.perf_counter(), [s.sampler for s in sequences]
+        samplers = [s.sampler for s in sequences]
         greedy = greedy_only(samplers)
         texts = [of for of in chosen if not isinstance(of, Exception)]
         if len(texts) < len(chosen):
@@ -381,6 +383,7 @@ class ModelExecutor:
                         for s, text in zip(sequences, texts, strict=True)
                     ]
                     tokens = sample_all(mx.array(logits), samplers, before)
+                del logits  # before the next ones are computed
             # If the error persists, the next step raises it.
             except Exception as error:  # noqa: BLE001
                 without_frames(error)
