@@ -264,7 +264,7 @@ _said: dict[tuple[str, tuple[int, ...]], tuple[list[int], mx.array]] = {}
 
 def _plain(family: str, model: Any, prompt: tuple[int, ...]) -> tuple[list[int], mx.array]:
     """Return the cached text of a plain loop."""
-    if (family, prompt) not in _said and family in ANEW:
+    if (family, prompt) not in _said and family.partition(",")[0] in ANEW:
         _said[family, prompt] = tiny_families.anew_greedy(model, prompt, ANSWER)
     if (family, prompt) not in _said:
         cuts: Sequence[int] = range(1, len(prompt)) if family in STEPWISE else ()

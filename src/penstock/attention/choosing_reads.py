@@ -36,8 +36,8 @@ class ChoosingReads(DecodeReads):
     def make_mask(  # type: ignore[override]
         self, n: int, return_array: bool = False, window_size: int | None = None
     ) -> None:
-        """Return None, because attention hides what is not visible; TypeError for windows."""
-        if window_size is not None:
+        """Return None, because attention hides what is not visible; TypeError for other windows."""
+        if window_size not in (None, self.attention_window.window):
             raise TypeError("this model asks for window masks; it needs joined keys and values")
 
     def append(self, keys: mx.array, values: mx.array | None = None) -> None:

@@ -94,14 +94,14 @@ def choose_tokens(
             continue
         sides = zip(*read_with_tail(step, layer, row, pieces), strict=True)
         results, start = list[mx.array](), 0
-        for keys, values in _whole_blocks(sides, index.block):
+        for keys, values in whole_blocks(sides, index.block):
             if results:  # what the last one computed is then freed
                 keys, values = mx.depends([keys, values], results[-1:])
             part = IndexPart(keys, values, start, count)
             results.append(index.scores(*divmod(number, step.width), part))
             start += keys.shape[1]
         scores = mx.concatenate(results, axis=-1)
-        seen = _seen(row, count, window)
+        seen = seen_columns(row, count, window)
         if seen is not None:
             whole = mx.unflatten(seen[: count - count % index.block], 0, (-1, index.block))
             scores = mx.where(whole.any(axis=-1), scores, -mx.inf)
@@ -112,7 +112,7 @@ def choose_tokens(
     return chosen
 
 
-def _whole_blocks(
+def whole_blocks(
     parts: Iterator[tuple[mx.array, mx.array]], block: int
 ) -> Iterator[tuple[mx.array, mx.array]]:
     """Divide parts (1, n_i, dim) anew, at whole blocks; less than a block at the end is left out.
@@ -161,7 +161,7 @@ def _columns(best: mx.array, block: int, count: int) -> mx.array:
     return mx.concatenate([columns, mx.broadcast_to(rest, (*best.shape[:-1], len(rest)))], axis=-1)
 
 
-def _seen(row: DecodeRow, count: int, window: AttentionWindow) -> mx.array | None:
+def seen_columns(row: DecodeRow, count: int, window: AttentionWindow) -> mx.array | None:
     """Return which of the columns a row sees, (count,) bool; None if it sees all."""
     begins = row.position - row.tail
     if window.starts_at(row.position) <= max(begins, window.keep):

@@ -8,6 +8,7 @@ which scores each part of a sequence where it lies.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
@@ -18,6 +19,7 @@ import mlx.nn as nn
 
 from penstock.attention.choosing_reads import ChoosingReads
 from penstock.attention.chosen_tokens import IndexPart
+from penstock.attention.pooled_reads import SeenInputs, attend_with_rows
 
 FORCED = 1e29
 """Score of tokens that are read in any case; finite, as all others' scores."""
@@ -290,6 +292,88 @@ def _by_best_tokens_of_heads(kind: Any) -> Any:
     return HeadBlockChooser
 
 
+def _over_inputs_in_place(kind: Any) -> Any:
+    class InPlaceCompressor(kind):  # type: ignore[misc]
+        def append(self, x: mx.array, cache: ChoosingReads) -> list[SeenInputs]:
+            """Append the inputs of the pools; return what each new token reads of them."""
+            cache.append(self.wkv(x)[:, None], self.wgate(x)[:, None])
+            return [SeenInputs(cache, row) for row in cache.step.new_tokens]
+
+        def __call__(self, x: mx.array, pool_cache: Any, offset: Any) -> Any:
+            if not isinstance(pool_cache, SeenInputs):
+                return super().__call__(x, pool_cache, offset)
+            rows = pool_cache.pooled(self.pool, self.compress_ratio, overlaps=self.overlap)
+            return mx.zeros((1, 0, self.head_dim), x.dtype) if rows is None else rows
+
+        def pool(self, keys: mx.array, gates: mx.array, start: mx.array | int) -> mx.array:
+            """See `pooled_reads.Pool`."""
+            module = sys.modules[kind.__module__]
+            compress = module._overlap_compress_kv if self.overlap else module._simple_compress_kv
+            sides = (mx.unflatten(side, 1, (-1, self.compress_ratio)) for side in (keys, gates))
+            rows = self.norm(compress(*sides, self.ape, self.head_dim))
+            pooled: mx.array = self.rope(rows[:, None], offset=start).squeeze(1)
+            return pooled
+
+    return InPlaceCompressor
+
+
+def _beside_pooled_rows(kind: Any) -> Any:
+    class RowAttention(kind):  # type: ignore[misc]
+        def __call__(
+            self,
+            x: mx.array,
+            mask: Any = None,
+            cache: Any = None,
+            position_offset: Any = None,
+            causal: bool = False,
+        ) -> Any:
+            window = cache[0] if self.compress_ratio and cache is not None else cache
+            if isinstance(window, ChoosingReads):
+                mask, causal = None, False  # all new tokens are appended at once
+            return super().__call__(x, mask, cache, position_offset, causal)
+
+        def _attend(
+            self,
+            x: mx.array,
+            q: mx.array,
+            kv: mx.array,
+            q_residual: mx.array,
+            mask: Any,
+            cache: Any,
+            offset: Any,
+        ) -> Any:
+            window, *pools = (*cache,) if self.compress_ratio and cache is not None else (cache,)
+            if not isinstance(window, ChoosingReads):
+                return super()._attend(x, q, kv, q_residual, mask, cache, offset)
+            window.append(kv)
+            rows = [None] * len(window.step.new_tokens)
+            if pools:
+                rows = self._rows(x, q_residual, pools, offset)
+            sinks = self.attn_sink.astype(q.dtype)
+            return attend_with_rows(window, q, self.scale, rows, sinks)
+
+        def _rows(self, x: mx.array, q_residual: mx.array, pools: Any, offset: Any) -> Any:
+            """Return the rows that each new token reads."""
+            every = [self.compressor.append(x, pools[0])]
+            if len(pools) > 1:
+                every.append(self.indexer.compressor.append(x, pools[1]))
+            rows, width = [], x.shape[1]
+            for number, (reads, *index) in enumerate(zip(*every, strict=True)):
+                row, token = divmod(number, width)
+                new = (slice(row, row + 1), slice(token, token + 1))
+                count = (reads.row.position + 1) // self.compress_ratio
+                if not index or count <= self.indexer.index_topk:
+                    rows.append(self.compressor(x[new], reads, 0))
+                    continue
+                position = (offset if isinstance(offset, int) else offset[row]) + token
+                best = self.indexer(x[new], q_residual[new], self.rope, *index, position)
+                numbers = mx.sort(best.reshape(-1).astype(mx.int32))
+                rows.append(reads.chosen(self.compressor.pool, self.compress_ratio, numbers))
+            return rows
+
+    return RowAttention
+
+
 _Form: TypeAlias = Callable[[Any], Any]
 FORMS: dict[tuple[str, str], _Form] = {
     ("mlx_lm.models.deepseek_v32", "Indexer"): _by_head_sum,
@@ -297,6 +381,10 @@ FORMS: dict[tuple[str, str], _Form] = {
     ("mlx_vlm.models.hy_v4.indexer", "HyV4Indexer"): _by_head_sum,
     ("mlx_vlm.models.longcat_flash_sparse.language", "Indexer"): _by_head_sum,
     ("mlx_vlm.models.qwen4_exp.language", "Qwen4ExpQSAIndexer"): _by_pooled_keys,
+    ("mlx_vlm.models.deepseek_v4.language", "Compressor"): _over_inputs_in_place,
+    ("mlx_vlm.models.deepseek_v4.language", "LocalAttention"): _beside_pooled_rows,
+    ("mlx_vlm.models.deepseek_v4.language", "CompressedAttention"): _beside_pooled_rows,
+    ("mlx_vlm.models.deepseek_v4.language", "SparseCompressedAttention"): _beside_pooled_rows,
     ("mlx_vlm.models.glm5_next.language", "Glm5NextIndexer"): _by_gated_pools,
     ("mlx_vlm.models.glm5_next.language", "Glm5NextAttention"): _to_chosen_latents,
     ("mlx_vlm.models.minimax_m3_vl.language", "MiniMaxAttention"): _by_best_tokens,

@@ -227,7 +227,7 @@ def _stepped(cache: Any) -> Any:
         parts = [_stepped(inner) for inner in cache.caches]
         return CacheParts(tuple(parts), type(cache), drops=False)
     if type(cache).__name__ == "RotatingKVCache":
-        return CacheParts((split(cache),), SteppedReads, drops=False)
+        return CacheParts((split(cache),), _unless_chosen(SteppedReads), drops=False)
     return split(cache)
 
 
