@@ -26,7 +26,7 @@ CHOICE, ALL = "a choice", "all tokens"
 GOALS = {(1, 8_192): 2.0, (1, 32_768): 5.0, (8, 8_192): 1.0}
 """Goals: speedup over full attention, by (sequences, shared tokens)."""
 STEPS = 8
-"""Consecutive tokens of one side, or a few more, before the other side runs."""
+"""Timed consecutive tokens of one side before the other side runs."""
 NEAR_TOKENS = 64
 """Number of tokens that a prompt's positions attend to in packed layers."""
 OWN_TOKENS = 8
@@ -77,6 +77,7 @@ def _measure_one(
                     by_row = max(1, len(side.step()) // sequences)
                     seconds = time.perf_counter() - started
                     step_ms[name] += [1e3 * seconds / by_row] * by_row
+                del step_ms[name][stop:]  # as many of both sides
     finally:
         for side in sides.values():
             side.cancel()
