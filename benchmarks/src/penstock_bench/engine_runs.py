@@ -169,14 +169,15 @@ class Driving:
         self._run.first_seconds = self._now - self._began
 
     def decode(self, steps: int) -> None:
-        """Time the next `steps` tokens, or a few more, of all sequences, which are decoding."""
+        """Time the next `steps` tokens of all sequences, which are decoding."""
         run = self._run
         stop = len(run.step_seconds) + steps
         while len(run.step_seconds) < stop:
             tokens = self._step()
-            run.decoded_tokens += tokens
             by_row = max(1, tokens // len(run.tokens))
-            run.step_seconds += [self._step_seconds / by_row] * by_row
+            timed = min(by_row, stop - len(run.step_seconds))
+            run.decoded_tokens += tokens * timed // by_row
+            run.step_seconds += [self._step_seconds / by_row] * timed
 
     def resume(self) -> None:
         """Step once, untimed, since other sides have filled the processor's caches."""
