@@ -88,6 +88,14 @@ def test_busy_machine_leaves_jobs_to_one_thread(
     assert 200 < again < 260 and set(active[again:]) == {2}
 
 
+def test_unreadable_load_counts_as_low(tmp_path: Path) -> None:
+    path = tmp_path / "loadavg"
+    for text in ("", "0.50 1.25", "0.50 1.25 0.99 many/180 4711"):
+        path.write_text(text)
+        with path.open("rb") as file:
+            assert not OtherLoad(file.fileno(), 1).is_high(1)
+
+
 def test_load_of_this_machine_is_read(exchange: Any) -> None:
     if not Path("/proc/loadavg").exists() or cores() == 1:
         pytest.skip("needs Linux and two processors")

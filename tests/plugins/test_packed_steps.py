@@ -25,23 +25,14 @@ from penstock.models.weight_packer import pack, weight_packer
 from penstock.plugins.cpu.compiled_jobs import Team, team
 from penstock.plugins.cpu.cpu_backend import CPUBackend
 from penstock.plugins.cpu.packed_steps import LayersTogether, _PassTables
-from support.small_models import BASE, build
+from support.small_models import BASE, PACKED, build
 
 pytestmark = pytest.mark.skipif(
     weight_packer() is None, reason="products with packed weights are compiled by Numba"
 )
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
-    "qwen3": {"head_dim": 32},
-    "smollm3": {"no_rope_layer_interval": 2},
-    "phi3": {},
-    "gemma3_text": {
-        "head_dim": 32,
-        "query_pre_attn_scalar": 16,
-        "sliding_window": 40,
-        "sliding_window_pattern": 2,
-        "rope_local_base_freq": 100.0,
-    },
+    **PACKED,
 }
 ENDS = [3, 90, 41]
 """Tokens that rows have read."""

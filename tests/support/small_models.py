@@ -22,6 +22,19 @@ BASE = {
     "tie_word_embeddings": True,
     "torch_dtype": "float16",
 }
+PACKED: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 32},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "phi3": {},
+    "gemma3_text": {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 40,
+        "sliding_window_pattern": 2,
+        "rope_local_base_freq": 100.0,
+    },
+}
+"""Changes of `BASE` by model type, for layers that packed weights compute in one job."""
 
 
 def build(config: dict[str, Any]) -> Any:

@@ -466,14 +466,14 @@ class Engine:
             self._begun_at = time.monotonic()
             # Even an idle step evicts prefixes when other programs need memory.
             shared = self._turns.is_contended
-            worked = core.step(send_later=not shared, shared=shared, pending=self._has_calls)
+            worked = core.step(send_later=not shared, shared=shared, pending=self._is_pending)
             if self._closing or not worked or self._turns.is_over(self):
                 core.send()
                 return worked
             call = self._next_call(0)
 
-    def _has_calls(self) -> bool:
-        return self._closing or not self._calls.empty()
+    def _is_pending(self) -> bool:
+        return self._closing or self._turns.is_contended or not self._calls.empty()
 
     @staticmethod
     def _wait_seconds(core: Core, worked: bool) -> float:

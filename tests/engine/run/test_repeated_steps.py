@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from small_models import BASE, build
+from small_models import BASE, PACKED, build
 
 from penstock.engine.core import Core
 from penstock.engine.model.runner import Runner
@@ -30,16 +30,7 @@ pytestmark = pytest.mark.skipif(
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
     "qwen2": {},
-    "qwen3": {"head_dim": 32},
-    "smollm3": {"no_rope_layer_interval": 2},
-    "phi3": {},
-    "gemma3_text": {
-        "head_dim": 32,
-        "query_pre_attn_scalar": 16,
-        "sliding_window": 40,
-        "sliding_window_pattern": 2,
-        "rope_local_base_freq": 100.0,
-    },
+    **PACKED,
 }
 GREEDY, DRAWN = Sampling(), Sampling(temperature=1.0, seed=11)
 TOKENS = 90

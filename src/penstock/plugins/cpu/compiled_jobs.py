@@ -241,7 +241,11 @@ class OtherLoad:
         now = time.monotonic()
         if self._file is not None and now >= self._next_seconds:
             self._next_seconds = now + LOAD_SECONDS
-            runnable = int(os.pread(self._file, 64, 0).split()[3].partition(b"/")[0])
+            try:
+                runnable = int(os.pread(self._file, 64, 0).split()[3].partition(b"/")[0])
+            except (OSError, ValueError, IndexError):  # another system's file
+                self._file, self._is_high = None, False
+                return False
             self._mean += LOAD_WEIGHT * (max(0, runnable - own) - self._mean)
             self._is_high = self._mean > self._free - (LOW if self._is_high else HIGH)
         return self._is_high
