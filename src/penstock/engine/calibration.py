@@ -22,7 +22,7 @@ from penstock.attention.selection.key_centers import (
 )
 from penstock.attention.selection.selection import Selection
 from penstock.config import EngineSettings
-from penstock.engine.model.remembered_keys import remembered_centers, remembered_scales
+from penstock.engine.model.remembered_file import remembered_centers, remembered_scales
 from penstock.engine.model.runner import SCALES_CHUNK, Runner
 from penstock.engine.schedule.costs import MemoryEstimator
 from penstock.kv.codecs.coded import Scales

@@ -11,7 +11,7 @@ from engine_faults import model_of
 
 from penstock.attention.selection.key_centers import RUN_TOKENS
 from penstock.engine.core import Core
-from penstock.engine.model import remembered_keys
+from penstock.engine.model import remembered_file
 from penstock.engine.model.runner import SCALES_CHUNK, Runner
 
 SETTINGS: dict[str, Any] = {
@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the user's cache folder, in which all measurements are saved."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(remembered_keys, "REMEMBERED_SECONDS", 0.0)
+    monkeypatch.setattr(remembered_file, "REMEMBERED_SECONDS", 0.0)
     return tmp_path / "penstock"
 
 
@@ -99,6 +99,6 @@ def test_damaged_file_is_measured_again(cached: Path, runs: list[int]) -> None:
 
 
 def test_short_measurement_is_not_saved(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered_keys, "REMEMBERED_SECONDS", 1e9)
+    monkeypatch.setattr(remembered_file, "REMEMBERED_SECONDS", 1e9)
     measured(model_of("llama"))
     assert not (cached / "centers").exists() and not (cached / "scales").exists()

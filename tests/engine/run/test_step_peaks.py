@@ -20,7 +20,7 @@ from tiny_families import build, uncompiled
 from penstock.attention import devices
 from penstock.engine.core import Core
 from penstock.engine.model import step_peaks, step_trials
-from penstock.engine.model.remembered_peaks import RememberedPeaks
+from penstock.engine.model.remembered_file import RememberedPeaks
 from penstock.engine.model.runner import Runner
 from penstock.engine.model.step_peaks import StepPeaks
 from penstock.engine.model.step_trials import MeasuredStep, StepTrials

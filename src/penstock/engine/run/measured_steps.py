@@ -14,7 +14,7 @@ import mlx.core as mx
 from penstock.attention.attention_plan import DecodeRow
 from penstock.config import EngineSettings
 from penstock.engine.model.model_probe import outside_row_bytes
-from penstock.engine.model.remembered_peaks import RememberedPeaks
+from penstock.engine.model.remembered_file import RememberedPeaks
 from penstock.engine.model.runner import Runner
 from penstock.engine.model.runner_figures import figures_of
 from penstock.engine.model.sampling import TokenSampler, sample_all
