@@ -178,8 +178,6 @@ class Router:
         self._turn = 0
         self._recount()
 
-    # ---- questions
-
     @property
     def replicas(self) -> tuple[str, ...]:
         return self._replicas
@@ -221,8 +219,6 @@ class Router:
         if self.policy == "prefix":
             return self._longest(prompt)
         return self._soonest(prompt, loads)
-
-    # ---- acts
 
     def join(self, replica: str) -> None:
         if not replica:

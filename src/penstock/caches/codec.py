@@ -259,8 +259,6 @@ class TurboQuantKVCache(TurboQuant):
         cache.offset = cache.size()
         return cache if short or cache.head.offset <= first else None
 
-    # ---- questions
-
     @property
     def codec(self) -> str:
         return self.scheme.name
@@ -481,8 +479,6 @@ class TurboQuantKVCache(TurboQuant):
     def merge(cls, caches: Sequence[Any]) -> BatchTurboQuantKVCache:
         """Return a batch of copies of the sequences."""
         return BatchTurboQuantKVCache.merge(caches)
-
-    # ---- parts
 
     def _emptied(self) -> tuple[mx.array, mx.array]:
         keys, values = (col.arrays(side)[0] for side in self.tail.keys_and_values())
@@ -705,8 +701,6 @@ class BatchTurboQuantKVCache(TurboQuant):
     def merge(cls, caches: Sequence[Any]) -> Self:
         agree("merge", caches)
         return cls([deepcopy(cache) for cache in caches])
-
-    # ---- parts
 
     def _alone(self, tokens: int) -> bool:
         """Return whether `tokens` is one token to append to each row, none of them empty."""

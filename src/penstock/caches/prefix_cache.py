@@ -327,8 +327,6 @@ class PrefixCache:
         """Return the number of nodes and their bytes, in the format that mlx-lm's server logs."""
         return {"prefixes": {"n_sequences": len(self), "n_bytes": self.nbytes}}
 
-    # ---- parts
-
     def _revive(
         self,
         match: Match[Segment],

@@ -168,8 +168,6 @@ class Intake:
         if alone:
             self._budget.evict_grammars = self.grammars.evict
 
-    # ---- parts
-
     def _reasoning(self, request: Request) -> ReasoningLimit | None:
         if request.reasoning is None:
             return None

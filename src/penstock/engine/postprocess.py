@@ -254,8 +254,6 @@ class Postprocessor:
         stores.tidy(node)
         return node is not None
 
-    # ---- parts
-
     def _failed(self, sequence: Sequence, error: Exception) -> None:
         """Fail one answer; raises `error` if the sequence has already ended."""
         if sequence.id not in self._admission.sequences:

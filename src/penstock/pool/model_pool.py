@@ -558,8 +558,6 @@ class ModelPool:
                     place.open.set_limit(limit_bytes)
         self._note_beside()
 
-    # ---- parts
-
     def _count(self, place: _PoolPlace) -> None:
         """Count a new open request of a loaded model. The caller holds the lock."""
         place.resident.open_requests += 1

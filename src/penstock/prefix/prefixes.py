@@ -129,8 +129,6 @@ class Prefixes(Generic[S]):
         self.fingerprint = fingerprint
         self._span_tokens = span_tokens
 
-    # ---- questions
-
     @property
     def fixed_bytes(self) -> int:
         """Bytes of an empty tree's bookkeeping: the policy and the log of evictions."""
@@ -410,8 +408,6 @@ class Prefixes(Generic[S]):
         }
         if counted != self.recount():
             raise AssertionError(f"{counted} counted, {self.recount()} found")
-
-    # ---- parts
 
     @contextmanager
     def _copying(self, nbytes: int, index_bytes: int) -> Iterator[None]:

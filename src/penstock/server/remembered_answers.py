@@ -167,8 +167,6 @@ class RememberedAnswers:
                 rewritten = self._difference(before, written, answers[0], left_out, form)
         return Splice([], 0, rewritten)
 
-    # ---- parts
-
     def _ends_of_answer(self, text: str, start: int, form: AnswerFormat) -> Iterator[int]:
         """Yield the positions where an answer may end: before end marks."""
         harmony = form.call_name == HARMONY

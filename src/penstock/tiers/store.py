@@ -69,8 +69,6 @@ class Store(ABC):
         self.counts = TierCounts()
         self._readers = Readers(READERS, f"penstock-{name}-read")
 
-    # ---- questions
-
     @property
     def nbytes(self) -> int:
         """Bytes stored; 0 if unknown."""
@@ -106,8 +104,6 @@ class Store(ABC):
     @abstractmethod
     def _last(self, block_hashes: Sequence[bytes]) -> int:
         """Return the number, from 1, of the last record that is present; 0 if none is."""
-
-    # ---- acts
 
     @abstractmethod
     def write(self, record: Record) -> object:
@@ -223,8 +219,6 @@ class Store(ABC):
 
     @abstractmethod
     def abandon(self, error: Exception) -> None: ...
-
-    # ---- parts
 
     @abstractmethod
     def _read_into(self, key: bytes, targets: Mapping[str, Target]) -> int:

@@ -63,8 +63,6 @@ class Draft:
         beside.first.append(_ColdNodes(stores))
         beside.last.append(self)
 
-    # ---- questions
-
     @property
     def live(self) -> list[DraftKV]:
         self._live = [kv for kv in self._live if kv.is_open]
@@ -169,8 +167,6 @@ class Draft:
                 if not kvs[i].unread_tokens:
                     drafts[i].append(token)
         return [self._known(draft) for draft in drafts]
-
-    # ---- parts
 
     @property
     def _most(self) -> int:

@@ -87,8 +87,6 @@ class SharedText:
         age = (ends // PAGE_TOKENS - self._next) % self._pages
         return Proposal(self._following(ends[[age.argmax()]], limit), agreement)
 
-    # ---- parts
-
     def _others(self, writer: TextWriter, places: TextPlaces) -> TextPlaces:
         pages = places // PAGE_TOKENS
         places = places[

@@ -96,8 +96,6 @@ class ColdBlocks(BlockCache):
         self._keys: dict[int, bytes] = {}
         self._next = 0
 
-    # ---- questions
-
     @property
     def nbytes(self) -> int:
         return self._reserved.nbytes

@@ -124,8 +124,6 @@ class EngineTier:
             self.tier, prefixes, forms, state_form, self._most_record_bytes, self._is_dear
         )
 
-    # ---- questions
-
     @property
     def nbytes(self) -> int:
         """Bytes reserved for buffers of writes, and for the list of pending blocks."""
@@ -310,8 +308,6 @@ class EngineTier:
             self.leave(restore)
         if not self._left:  # else the disk hangs, and its thread still uses the buffers
             self._buffers.release()
-
-    # ---- parts
 
     def _is_dear(self) -> bool:
         """Return whether a record takes long enough to compute to be written after one use."""

@@ -98,8 +98,6 @@ class TierGroup:
             maxlen=PENDING_TURNS
         )
 
-    # ---- questions
-
     @property
     def nbytes(self) -> int:
         return sum(tier.nbytes for tier in self)

@@ -190,8 +190,6 @@ class TierWriter:
         self._turns.clear()
         self._ends.take_all()
 
-    # ---- parts
-
     def _is_short(self, block_hashes: Sequence[bytes]) -> bool:
         """Return whether a chain is too short to be quantized, as tiers store blocks."""
         return len(block_hashes) < self._forms.least_blocks

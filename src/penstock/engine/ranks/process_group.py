@@ -227,8 +227,6 @@ class RankGroup(ProcessGroup):
     def secret(self, local: bytes) -> bytes:
         return self._exchange("secret", (), local if self.leads else b"")[1]
 
-    # ---- parts
-
     def _words(self) -> bytes:
         commands, self._journal = self._journal, []
         self._now = self._source()

@@ -139,8 +139,6 @@ class Requantizer(Retention):
     def release(self) -> None:
         self._buffers.release()
 
-    # ---- parts
-
     def _look(self, awaited: Iterable[Path]) -> None:
         self._looked = True
         self._awaited = {node.id for path in awaited for node in path}

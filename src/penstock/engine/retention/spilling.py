@@ -70,8 +70,6 @@ class Spilling(Retention):
         self._paused_until = -np.inf
         self._records = 0
 
-    # ---- questions
-
     @property
     def nbytes(self) -> int:
         """Reserved bytes; see `ColdBlocks`."""
@@ -90,8 +88,6 @@ class Spilling(Retention):
     @property
     def spills(self) -> bool:
         return True
-
-    # ---- acts
 
     def spill(self, readers: Iterable[RunningPath], *, wait: bool = False) -> None:
         """Spill written nodes outside all readers' active tokens; `wait` writes the rest first."""
@@ -167,8 +163,6 @@ class Spilling(Retention):
 
     def release(self) -> None:
         self.blocks.release()
-
-    # ---- parts
 
     def _note_again(self, path: RunningPath) -> None:
         """Queue the cached blocks of a path after the first spilled ones to be written again."""

@@ -75,8 +75,6 @@ class Windows(Retention):
     def release(self) -> None:
         self._copy.release()
 
-    # ---- questions
-
     def complete(self, path: Path, limit: int) -> int:
         return resume(path, limit, self.windows)
 
@@ -132,8 +130,6 @@ class Windows(Retention):
                     dropped, stays = _sizes(node, layer, count)
                     nbytes += dropped if stays <= self._copy.nbytes else 0
         return nbytes
-
-    # ---- acts
 
     def end_prompt(self, path: Path, position: int) -> None:
         """Retain the position where a prompt ends, until a later prompt ends on the same branch."""
@@ -208,8 +204,6 @@ class Windows(Retention):
         read = [node for node in pin.path if node.start < start]
         pin.withdraw(read[-1] if read else None)
         return False
-
-    # ---- parts
 
     def _nearest(self, readers: Iterable[PathReader], *, turns: bool) -> dict[int, float]:
         """Return the first retained position in or after every node, by node id."""

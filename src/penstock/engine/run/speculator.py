@@ -108,8 +108,6 @@ class Speculator:
         except Exception:  # noqa: BLE001
             self._note_fault()
 
-    # ---- parts
-
     def _drafted(self, sequences: Items[Sequence], proposals: list[Proposal]) -> list[Proposal]:
         rooms = [min(self._room(sequence), self._draft.most_tokens) for sequence in sequences]
         wanting = [i for i, s in enumerate(sequences) if rooms[i] and _wants(s, proposals[i])]

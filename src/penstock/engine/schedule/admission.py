@@ -48,8 +48,6 @@ class Admission:
         self._tiers = tiers
         self._counters = stores.counters
 
-    # ---- questions
-
     def readers(self) -> Iterator[PathReader]:
         """Yield the path that each sequence reads, and the number of leading tokens read."""
         for sequence in self.sequences.values():

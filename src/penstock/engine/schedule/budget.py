@@ -124,8 +124,6 @@ class MemoryBudget:
         self._prompts = prefixes.ledger.reserve(Kind.PROMPTS, 0)
         self._grammars = prefixes.ledger.reserve(Kind.GRAMMARS, 0)
 
-    # ---- questions
-
     @property
     def weights_bytes(self) -> int:
         return self._aside.weights.nbytes
@@ -283,8 +281,6 @@ class MemoryBudget:
         if tails.nbytes not in (0, pool):
             raise AssertionError(f"tails of {tails.nbytes} bytes, {pool} counted")
 
-    # ---- acts
-
     def set_aside_prompts(self, nbytes: int) -> int:
         """Reserve up to `nbytes` for prompts, at most half of the free bytes; return the number."""
         self._prefixes.make_room(max(0, nbytes - self._prompts.nbytes))
@@ -357,8 +353,6 @@ class MemoryBudget:
         self._aside.step.resize(0)
         self._prompts.resize(0)
         self._grammars.resize(0)
-
-    # ---- parts
 
     def _make_room(self, nbytes: int) -> bool:
         """Evict cold nodes, then unused grammars; False if that does not free enough."""

@@ -106,8 +106,6 @@ class FairShares(Generic[T]):
         self._broken_off: dict[int, _ShareTurn[T]] = {}
         """Turns of sequences that were preempted before the end of their prefill."""
 
-    # ---- questions
-
     def in_order(self, line: Iterable[T]) -> list[T]:
         """Return one waiting sequence of each client's salt, in the order to admit them.
 
@@ -191,8 +189,6 @@ class FairShares(Generic[T]):
         """Return whether a sequence of an open request has been admitted."""
         return self._shares[request].begun
 
-    # ---- acts
-
     def open(self, sequence: T) -> None:
         parent: Path = ()
         work: dict[Path, int] | None = None
@@ -239,8 +235,6 @@ class FairShares(Generic[T]):
             self._broken_off[sequence.id] = turn
         for share in shares_of(sequence):
             self._shares[share].work += turn.work
-
-    # ---- parts
 
     def _standing(self) -> tuple[defaultdict[Path, int], defaultdict[Path, int]]:
         """Return the number of places and the work of each share, including current turns."""

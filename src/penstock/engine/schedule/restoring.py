@@ -101,8 +101,6 @@ class Restoring:
                     self._admission.advance(sequence)
                     self._admission.spill(sequence)
 
-    # ---- parts
-
     def _most_blocks(self, sequence: Sequence) -> int:
         """Return the index of the block up to which restored blocks fit into memory."""
         if not self._stores.spills:

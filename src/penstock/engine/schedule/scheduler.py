@@ -211,8 +211,6 @@ class Scheduler(Generic[T]):
     def __len__(self) -> int:
         return len(self._sequences)
 
-    # ---- questions
-
     def sequences(self, state: State) -> list[T]:
         return sorted((s for s in self._sequences.values() if s.state is state), key=_order)
 
@@ -306,8 +304,6 @@ class Scheduler(Generic[T]):
             self.placed(),
             key=lambda s: (s.priority, *(-places for places in self._shares.places(s)), -s.id),
         )
-
-    # ---- acts
 
     def add(self, *sequences: T) -> None:
         """Queue new sequences, all or none.
@@ -413,8 +409,6 @@ class Scheduler(Generic[T]):
         wrong += [self._fault(key, sequence) for key, sequence in self._sequences.items()]
         if any(wrong):
             raise AssertionError("; ".join(filter(None, wrong)))
-
-    # ---- parts
 
     def _fault(self, key: int, sequence: T) -> str:
         is_placed, remaining = sequence.id in self._placed, sequence.remaining_tokens

@@ -96,8 +96,6 @@ class RemoteStore(Store):
     def name(self, key: bytes) -> str:
         return f"{self._folder}/{key.hex()}.safetensors"
 
-    # ---- questions
-
     def prepare(
         self, block_hashes: Sequence[bytes], known: int = 0, *, resumable: bool = False
     ) -> int:
@@ -129,8 +127,6 @@ class RemoteStore(Store):
 
     def abandon(self, error: Exception) -> None:
         self.close()
-
-    # ---- parts
 
     def _first(self, block_hashes: Sequence[bytes]) -> int:
         count = 0

@@ -126,8 +126,6 @@ class SSDStore(Store):
         self._owner = new_writer()
         self._has_space(0)
 
-    # ---- questions
-
     @property
     def nbytes(self) -> int:
         return self.index.nbytes
@@ -177,8 +175,6 @@ class SSDStore(Store):
                 break
             block_hashes += hash_blocks(tokens, len(tokens) // blocks, entry.parent)
         return block_hashes
-
-    # ---- acts
 
     def write(self, record: Record) -> Written:
         """Write a record unless present; evict the least valuable and those it replaces."""
@@ -327,8 +323,6 @@ class SSDStore(Store):
         self._readers.close(READ_SECONDS)
         self.index.close()
         end_writer(self._owner)
-
-    # ---- parts
 
     def _has_space(self, nbytes: int) -> bool:
         """Return whether a file of `nbytes` leaves enough disk space free; sets `full`."""

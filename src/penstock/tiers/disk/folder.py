@@ -100,8 +100,6 @@ class Folder:
     def __exit__(self, *_: object) -> None:
         self.index.close()
 
-    # ---- questions
-
     def file(self, key: bytes) -> Path:
         return block_file(self.blocks, key)
 
@@ -149,8 +147,6 @@ class Folder:
             disk_free_bytes=shutil.disk_usage(self.path).free,
         )
 
-    # ---- acts
-
     def shrink(self, limit_bytes: int, progress: Progress) -> Freed:
         """Remove the least valuable finished blocks until the rest is within the limit."""
         blocks = nbytes = 0
@@ -190,8 +186,6 @@ class Folder:
     def unlink(self, key: bytes) -> None:
         """Remove a block's file if it exists, but not its index entry."""
         self.file(key).unlink(missing_ok=True)
-
-    # ---- parts
 
     def _others(self) -> tuple[list[Path], int]:
         beside = [path for path in sorted(listed(self.path)) if path.name != FORMAT]

@@ -130,8 +130,6 @@ class Index:
             self._db.close()
             raise
 
-    # ---- questions
-
     @property
     def nbytes(self) -> int:
         return self._number("SELECT nbytes FROM sums")
@@ -196,8 +194,6 @@ class Index:
             "AND fingerprint = ? AND owner IS NULL"
         )
         return {row[0] for row in self._db.execute(query, (*block_hashes, fingerprint))}
-
-    # ---- acts
 
     def claim(
         self, entry: Entry, limit_bytes: int, unlink: Unlink, budget_bytes: int | None = None
@@ -299,8 +295,6 @@ class Index:
 
     def close(self) -> None:
         self._db.close()
-
-    # ---- parts
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
