@@ -10,12 +10,7 @@ import mlx.core as mx
 from penstock.attention import span_attention
 from penstock.attention.attention_backend import AttentionBackend, DecodeStep
 from penstock.attention.attention_plan import AttentionPlan, DecodeRow, SharedRead, plan_attention
-from penstock.attention.chosen_tokens import (
-    ChosenTokens,
-    gathered,
-    read_with_tail,
-    visible_pieces,
-)
+from penstock.attention.chosen_tokens import ChosenTokens, gathered, read_with_tail, visible_pieces
 from penstock.attention.joined_reads import read_sides
 from penstock.attention.selection.selected_reads import ChoiceReader, choose
 from penstock.attention.selection.spilled_reads import whole

@@ -25,14 +25,7 @@ from penstock.kv.block_format import BlockFormat
 from penstock.kv.checks import positive
 from penstock.kv.quantization import ALL_RAW, QuantizationRule
 from penstock.kv.segment import Layer, Segment
-from penstock.kv.states import (
-    RecurrentState,
-    States,
-    arrays,
-    copied,
-    put_together,
-    taken_apart,
-)
+from penstock.kv.states import RecurrentState, States, arrays, copied, put_together, taken_apart
 from penstock.kv.states import nbytes as nbytes_of
 from penstock.kv.tails import LayerShape, piece_bytes
 from penstock.ledger import Kind, Ledger, Reservation

@@ -19,12 +19,7 @@ import mlx.nn as nn
 
 from penstock.errors import ModelError
 from penstock.memory.heads import BlockDrafterSpec, DrafterSizes
-from penstock.models.drafter_layers import (
-    DrafterAttention,
-    GatedMLP,
-    check_model,
-    drafter_weights,
-)
+from penstock.models.drafter_layers import DrafterAttention, GatedMLP, check_model, drafter_weights
 from penstock.models.hidden_states import caches_of, logits_of, outputs_of, text_model
 
 

@@ -20,12 +20,7 @@ import mlx.nn as nn
 
 from penstock.errors import ModelError
 from penstock.memory.heads import DRAFTER_PREFIX, TOKEN_OFFSETS, EagleSpec
-from penstock.models.drafter_layers import (
-    DrafterAttention,
-    GatedMLP,
-    check_model,
-    drafter_weights,
-)
+from penstock.models.drafter_layers import DrafterAttention, GatedMLP, check_model, drafter_weights
 from penstock.models.hidden_states import caches_of, outputs_of, shifted, text_model
 
 

@@ -11,15 +11,7 @@ from typing import ClassVar, Self
 import mlx.core as mx
 
 from penstock.kv.codecs.code_ops import CodeOps
-from penstock.kv.codecs.coded import (
-    GROUP_SIZES,
-    Codec,
-    Coded,
-    Cut,
-    Grid,
-    Put,
-    quantized,
-)
+from penstock.kv.codecs.coded import GROUP_SIZES, Codec, Coded, Cut, Grid, Put, quantized
 from penstock.kv.codecs.rotation import rotate, rotate_back
 from penstock.kv.codecs.scales import Scaled, divided, multiplied
 

@@ -20,12 +20,7 @@ from penstock.attention.selection.rotations import Rotation
 from penstock.config.defaults import ATTEND_GROUP_TOKENS
 from penstock.kv.numpy_arrays import Floats, Integers
 from penstock.plugins.cpu.attending_loops import PLACES, list_loop
-from penstock.plugins.cpu.attention_tiles import (
-    HALF_BYTES,
-    LANES,
-    UNSEEN,
-    widen_function,
-)
+from penstock.plugins.cpu.attention_tiles import HALF_BYTES, LANES, UNSEEN, widen_function
 from penstock.plugins.cpu.cached_loops import CachedLoop
 from penstock.plugins.cpu.center_loops import center_loop
 from penstock.plugins.cpu.choice_loops import SpanTable

@@ -24,9 +24,7 @@ from penstock.models.layer_seams import skips_logits
 from penstock.plugins.cpu.choice_jobs import CHOICE_WORDS, ChoiceTable, choice_job, query_factor
 from penstock.plugins.cpu.compiled_jobs import Team, team
 from penstock.plugins.cpu.layer_loops import PartTable, norm_job
-from penstock.plugins.cpu.ordered_attention import (
-    seen_columns,
-)
+from penstock.plugins.cpu.ordered_attention import seen_columns
 from penstock.plugins.cpu.ordered_loops import (
     AttendTable,
     attend_tables,

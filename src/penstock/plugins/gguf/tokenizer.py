@@ -15,15 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from tokenizers import (
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from penstock.errors import ModelError
 from penstock.plugins.gguf.architectures import CONTROL, END_MARKS, end_tokens

@@ -24,11 +24,7 @@ from penstock.engine.handle import Choice, PromptProgress
 from penstock.engine.request import Event, ReasoningBudget, Request, Sampling
 from penstock.server.access import salt_for
 from penstock.server.answers import Delta, Reader, join
-from penstock.server.anthropic.anthropic_forms import (
-    CountRequest,
-    MessagesRequest,
-    schema_of,
-)
+from penstock.server.anthropic.anthropic_forms import CountRequest, MessagesRequest, schema_of
 from penstock.server.anthropic.anthropic_prompt import AnthropicPrompt, prompt_of, tools_of
 from penstock.server.dialect import Dialect
 from penstock.server.disconnect import until_gone

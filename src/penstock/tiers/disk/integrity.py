@@ -15,15 +15,7 @@ from penstock.tiers.disk.block_files import SUFFIX
 from penstock.tiers.disk.disk_store import SSDStore
 from penstock.tiers.disk.folder import Folder, Progress
 from penstock.tiers.disk.index import Entry, is_alive
-from penstock.tiers.record import (
-    MOST_DEPTH,
-    TOKENS,
-    Damaged,
-    HostArray,
-    Record,
-    decode,
-    header,
-)
+from penstock.tiers.record import MOST_DEPTH, TOKENS, Damaged, HostArray, Record, decode, header
 
 UNBOUNDED_BYTES = 1 << 60
 """Limit in bytes that is never reached."""
