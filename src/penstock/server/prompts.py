@@ -24,7 +24,7 @@ from penstock.server.half_pairs import whole_pairs
 from penstock.server.history import fit
 from penstock.server.images import Images, PromptTokens, is_image
 from penstock.server.parsing.formats import HARMONY, NONE, AnswerFormat, answer_format, check_names
-from penstock.server.parsing.hermes import HERMES
+from penstock.server.parsing.tagged import HERMES
 from penstock.server.pieces import FairLock, PieceEncoder
 from penstock.server.problems import BadRequest, ClientGone, PromptTooLong
 from penstock.server.prompt_memory import HOLD, PIECE_TOKEN_BYTES, UNCUT_CHARACTERS, hold_text

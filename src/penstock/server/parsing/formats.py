@@ -8,18 +8,13 @@ from typing import Any
 
 from penstock.errors import SettingError
 from penstock.server.parsing import (
-    apriel,
     deepseek,
     gemma,
-    granite,
     harmony,
-    hermes,
     kimi,
     llama,
     mistral,
     muse,
-    nemotron,
-    phi,
     pythonic,
     tag_formats,
 )
@@ -35,17 +30,22 @@ from penstock.server.parsing.parser import (
 )
 from penstock.server.parsing.registry import all_of
 from penstock.server.parsing.shapes import NO_MARKS, CallShape, Marks, marks_of
+from penstock.server.parsing.tagged import (
+    GRANITE_RESPONSE,
+    GRANITE_WORDS,
+    MARKED_LISTS,
+    TAGGED_LISTS,
+    TAGGED_OBJECTS,
+)
 
 NONE, HARMONY = "none", "harmony"
 FORMATS = (
     *deepseek.FORMATS,
-    *nemotron.FORMATS,
-    *apriel.FORMATS,
+    *TAGGED_LISTS,
     *tag_formats.FORMATS,
-    *phi.FORMATS,
-    *granite.FORMATS,
+    *MARKED_LISTS,
     *llama.FORMATS,
-    *hermes.FORMATS,
+    *TAGGED_OBJECTS,
     *gemma.FORMATS,
     *kimi.FORMATS,
     *mistral.FORMATS,
@@ -58,8 +58,8 @@ REASONING: Mapping[str, ReasoningMarks] = {
     "cohere": ReasoningMarks(
         "<|START_THINKING|>", "<|END_THINKING|>", ("<|START_RESPONSE|>", "<|END_RESPONSE|>")
     ),
-    "granite": granite.RESPONSE,
-    "granite_words": granite.WORDED,
+    "granite": GRANITE_RESPONSE,
+    "granite_words": GRANITE_WORDS,
     "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
     muse.MUSE: muse.REASONING,
     "seed": ReasoningMarks("<seed:think>", "</seed:think>"),
@@ -155,7 +155,7 @@ def template_calls(template: str) -> str | None:
 
 _SHOWN_REASONING = (
     ("granite", all_of("<think>", "<response>")),
-    ("granite_words", all_of(granite.WORDED.start)),
+    ("granite_words", all_of(GRANITE_WORDS.start)),
     ("seed", all_of("<seed:think>")),
     ("mistral", all_of("[THINK]")),
     ("cohere", all_of("<|START_THINKING|>")),
