@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from fastapi import APIRouter
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -73,24 +73,20 @@ class EngineMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         up = 0 if self.stats is None else 1
-        yield _gauge("engine_up", "Whether the engine's thread runs.", up)
+        yield gauge("engine_up", "Whether the engine's thread runs.", up)
         if self.stored is not None:
-            yield _gauge(
+            yield gauge(
                 "stored_responses", "Responses stored for retrieval by id.", len(self.stored)
             )
             nbytes = self.stored.nbytes
-            yield _gauge("stored_response_bytes", "Bytes of stored responses.", nbytes)
+            yield gauge("stored_response_bytes", "Bytes of stored responses.", nbytes)
         if self.stats is None:
             return
         yield from _memory(self.stats)
         yield from _work(self.stats)
-        waiting = GaugeMetricFamily(
-            "penstock_key_waiting", "Waiting answers, by key name.", labels=["key"]
-        )
-        for name in self.key_names():
-            waiting.add_metric([name], self.waiting.get(name, 0))
-        if waiting.samples:
-            yield waiting
+        waiting = {name: self.waiting.get(name, 0) for name in self.key_names()}
+        if waiting:
+            yield gauges("key_waiting", "Waiting answers, by key name.", "key", waiting)
         if self.stats.spilling is not None:
             yield from _spilling(self.stats.spilling)
         for name, tier in self.stats.tiers.items():
@@ -128,31 +124,26 @@ def exposed(registry: CollectorRegistry, accept: str) -> Response:
 
 
 def _memory(stats: Stats) -> Iterator[Metric]:
-    yield _gauge("memory_limit_bytes", "Memory limit, never exceeded.", stats.limit_bytes)
-    used = GaugeMetricFamily(
-        "penstock_memory_used_bytes", "Bytes held or reserved, by purpose.", labels=["kind"]
-    )
-    for kind, nbytes in stats.by_kind.items():
-        used.add_metric([kind], nbytes)
-    yield used
-    yield _gauge("memory_held_bytes", "Bytes held, not counting reserved ones.", stats.held_bytes)
-    yield _gauge("memory_active_bytes", "Bytes that MLX reports as allocated.", stats.active_bytes)
-    yield _gauge("tree_nodes", "Nodes of the prefix tree.", stats.nodes)
-    yield _gauge("tree_tokens", "Tokens in the prefix tree.", stats.held_tokens)
+    yield gauge("memory_limit_bytes", "Memory limit, never exceeded.", stats.limit_bytes)
+    words = "Bytes held or reserved, by purpose."
+    yield gauges("memory_used_bytes", words, "kind", stats.by_kind)
+    yield gauge("memory_held_bytes", "Bytes held, not counting reserved ones.", stats.held_bytes)
+    yield gauge("memory_active_bytes", "Bytes that MLX reports as allocated.", stats.active_bytes)
+    yield gauge("tree_nodes", "Nodes of the prefix tree.", stats.nodes)
+    yield gauge("tree_tokens", "Tokens in the prefix tree.", stats.held_tokens)
     yield _counter("evicted_nodes", "Evicted nodes.", stats.evicted_nodes)
     yield _counter("evicted_bytes", "Bytes of evicted nodes.", stats.evicted_bytes)
     yield _counter("copied_bytes", "KV copied by splits and merges.", stats.copied_bytes)
 
 
 def _work(stats: Stats) -> Iterator[Metric]:
-    states = GaugeMetricFamily("penstock_answers", "Open answers, by state.", labels=["state"])
-    for state in ("waiting", "prefilling", "restoring", "running", "preempted"):
-        states.add_metric([state], getattr(stats, state))
-    yield states
+    states = ("waiting", "prefilling", "restoring", "running", "preempted")
+    open_answers = {state: getattr(stats, state) for state in states}
+    yield gauges("answers", "Open answers, by state.", "state", open_answers)
     clients = "Clients with waiting answers; each may fill an equal share of the queue."
-    yield _gauge("waiting_clients", clients, stats.waiting_clients)
+    yield gauge("waiting_clients", clients, stats.waiting_clients)
     words = "Largest number of waiting answers of one client."
-    yield _gauge("waiting_most_of_a_client", words, stats.most_waiting)
+    yield gauge("waiting_most_of_a_client", words, stats.most_waiting)
     yield _counter("answers_started", "Answers requested.", stats.requests)
     yield _counter("answers_finished", "Answers that have finished.", stats.finished)
     yield _counter("answers_failed", "Answers that have failed with an error.", stats.failed)
@@ -177,18 +168,15 @@ def _work(stats: Stats) -> Iterator[Metric]:
 def _tier(name: str, stats: TierStats) -> Iterator[Metric]:
     counts = stats.counts
     if stats.limit_bytes:
-        yield _gauge(f"{name}_held_bytes", "Bytes of blocks in the tier.", stats.held_bytes)
-        yield _gauge(f"{name}_limit_bytes", "Limit of the tier in bytes.", stats.limit_bytes)
-    yield _gauge(f"{name}_up", "Whether the tier's store works.", int(stats.off is None))
-    yield _gauge(f"{name}_queued_bytes", "Bytes queued for writing.", stats.queued_bytes)
+        yield gauge(f"{name}_held_bytes", "Bytes of blocks in the tier.", stats.held_bytes)
+        yield gauge(f"{name}_limit_bytes", "Limit of the tier in bytes.", stats.limit_bytes)
+    yield gauge(f"{name}_up", "Whether the tier's store works.", int(stats.off is None))
+    yield gauge(f"{name}_queued_bytes", "Bytes queued for writing.", stats.queued_bytes)
     yield _counter(f"{name}_faults", "Failures of the tier's store.", stats.faults)
-    blocks = CounterMetricFamily(
-        f"penstock_{name}_blocks", "Blocks of the tier, by outcome.", labels=["outcome"]
-    )
-    for outcome in ("written", "known", "refused", "read", "damaged", "missing"):
-        blocks.add_metric([outcome], getattr(counts, f"{outcome}_blocks"))
-    blocks.add_metric(["dropped"], stats.dropped_blocks)
-    yield blocks
+    outcomes = ("written", "known", "refused", "read", "damaged", "missing")
+    blocks = {outcome: getattr(counts, f"{outcome}_blocks") for outcome in outcomes}
+    blocks["dropped"] = stats.dropped_blocks
+    yield counters(f"{name}_blocks", "Blocks of the tier, by outcome.", "outcome", blocks)
     yield _counter(f"{name}_written_bytes", "Bytes of files written.", counts.written_bytes)
     yield _counter(f"{name}_read_bytes", "Bytes of files read.", counts.read_bytes)
     yield _counter(f"{name}_read_seconds", "Seconds spent on reading files.", counts.read_seconds)
@@ -196,38 +184,44 @@ def _tier(name: str, stats: TierStats) -> Iterator[Metric]:
 
 def _spilling(stats: SpillStats) -> Iterator[Metric]:
     counts = stats.counts
-    tokens = GaugeMetricFamily(
-        "penstock_kv_tokens", "Tokens in the prefix tree, by location.", labels=["place"]
-    )
-    tokens.add_metric(["memory"], stats.active_tokens)
-    tokens.add_metric(["tier"], stats.spilled_tokens)
-    yield tokens
-    blocks = CounterMetricFamily(
-        "penstock_spilled_blocks", "Blocks of spilled KV, by outcome.", labels=["outcome"]
-    )
-    for outcome in ("cached", "read", "streamed", "lost"):
-        blocks.add_metric([outcome], getattr(counts, f"{outcome}_blocks"))
-    yield blocks
+    tokens = {"memory": stats.active_tokens, "tier": stats.spilled_tokens}
+    yield gauges("kv_tokens", "Tokens in the prefix tree, by location.", "place", tokens)
+    outcomes = ("cached", "read", "streamed", "lost")
+    blocks = {outcome: getattr(counts, f"{outcome}_blocks") for outcome in outcomes}
+    yield counters("spilled_blocks", "Blocks of spilled KV, by outcome.", "outcome", blocks)
     yield _counter("spilled_read_bytes", "Bytes of spilled KV read.", counts.read_bytes)
 
 
 def _steps(kinds: dict[str, StepTimes]) -> Iterator[Metric]:
-    count = CounterMetricFamily("penstock_steps", "Steps of the engine.", labels=["kind"])
+    counts = {kind: times.count for kind, times in kinds.items()}
+    yield counters("steps", "Steps of the engine.", "kind", counts)
     seconds = GaugeMetricFamily(
         "penstock_step_seconds", "Duration of the last 512 steps.", labels=["kind", "quantile"]
     )
     for kind, times in kinds.items():
-        count.add_metric([kind], times.count)
         seconds.add_metric([kind, "0.5"], times.median_seconds)
         seconds.add_metric([kind, "0.95"], times.p95_seconds)
         seconds.add_metric([kind, "1"], times.worst_seconds)
-    yield count
     yield seconds
 
 
-def _gauge(name: str, words: str, value: float) -> Metric:
+def gauge(name: str, words: str, value: float) -> Metric:
     return GaugeMetricFamily(f"penstock_{name}", words, value)
 
 
 def _counter(name: str, words: str, value: float) -> Metric:
     return CounterMetricFamily(f"penstock_{name}", words, value)
+
+
+def gauges(name: str, words: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = GaugeMetricFamily(f"penstock_{name}", words, labels=[label])
+    for value, number in values.items():
+        family.add_metric([value], number)
+    return family
+
+
+def counters(name: str, words: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(f"penstock_{name}", words, labels=[label])
+    for value, number in values.items():
+        family.add_metric([value], number)
+    return family

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from penstock.pool.model_policy import Standing
 from penstock.pool.model_pool import ModelPool
+from penstock.server.metrics import gauge, gauges
 
 
 class PoolMetrics(Collector):
@@ -17,27 +18,19 @@ class PoolMetrics(Collector):
         self._pool = pool
 
     def collect(self) -> Iterator[Metric]:
-        ledger = self._pool.ledger
+        ledger, models = self._pool.ledger, self._pool.states()
         limit = "Memory limit of all models together, never exceeded."
-        yield GaugeMetricFamily("penstock_memory_limit_bytes", limit, ledger.limit_bytes)
-        used = GaugeMetricFamily(
-            "penstock_memory_used_bytes", "Bytes held or reserved, by purpose.", labels=["kind"]
-        )
-        for kind, nbytes in ledger.by_class().items():
-            used.add_metric([kind.value], nbytes)
-        yield used
+        yield gauge("memory_limit_bytes", limit, ledger.limit_bytes)
+        by_kind = {kind.value: nbytes for kind, nbytes in ledger.by_class().items()}
+        yield gauges("memory_used_bytes", "Bytes held or reserved, by purpose.", "kind", by_kind)
         states = GaugeMetricFamily(
             "penstock_model_state", "1 for a model's current state.", labels=["model", "state"]
         )
-        sizes = GaugeMetricFamily(
-            "penstock_model_bytes", "Bytes of a loaded model in the ledger.", labels=["model"]
-        )
-        requests = GaugeMetricFamily(
-            "penstock_model_open_requests", "Open requests of a model.", labels=["model"]
-        )
-        for model in self._pool.states():
+        for model in models:
             for standing in Standing:
                 states.add_metric([model.name, standing.value], int(model.standing is standing))
-            sizes.add_metric([model.name], 0 if model.standing is Standing.AWAY else model.nbytes)
-            requests.add_metric([model.name], model.open_requests)
-        yield from (states, sizes, requests)
+        yield states
+        sizes = {x.name: 0 if x.standing is Standing.AWAY else x.nbytes for x in models}
+        yield gauges("model_bytes", "Bytes of a loaded model in the ledger.", "model", sizes)
+        requests = {model.name: model.open_requests for model in models}
+        yield gauges("model_open_requests", "Open requests of a model.", "model", requests)
