@@ -11,7 +11,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 pytest.importorskip("numba", reason="products with packed weights are compiled by Numba")
 
-from penstock.plugins.cpu.packed_experts import PackedExperts, are_experts, packed_experts
+from penstock.plugins.cpu.packed_products import PackedExperts, are_experts, packed_experts
 
 EXPERTS, WIDTH, HIDDEN = 6, 64, 96
 FORMS = [(4, "affine"), (5, "affine"), (8, "affine"), (4, "mxfp4")]

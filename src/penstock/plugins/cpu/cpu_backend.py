@@ -105,7 +105,6 @@ class CPUMemory(AttentionMemory):
         return CHUNK_FACTOR * self.scores_at_once
 
     def chunk_score_bytes(self, dtype: mx.Dtype) -> int:
-        """See `AttentionMemory`."""
         return 4 * (CHUNK_BUFFERS if dtype == mx.float32 else HALF_CHUNK_BUFFERS)
 
     def holds_all_scores(self, key_dim: int, value_dim: int) -> bool:
@@ -113,7 +112,6 @@ class CPUMemory(AttentionMemory):
         return False
 
     def code_bytes(self, numbers: int) -> int:
-        """See `AttentionMemory`."""
         at_once = min(numbers, self.codes_at_once)
         return mx.float32.size * self.lanes * wide_codes.BUFFERS * at_once
 
@@ -132,7 +130,6 @@ class CPUBackend(MLXBackend):
 
     @property
     def memory(self) -> CPUMemory:
-        """See `AttentionBackend`."""
         return CPUMemory(self.scores_at_once, self.lanes, self.codes_at_once)
 
     def prefill(
@@ -374,7 +371,6 @@ class CPUBackend(MLXBackend):
     def dequantize_codes(
         self, codes: mx.array, scales: mx.array, biases: mx.array, *, group_size: int, bits: int
     ) -> mx.array:
-        """See `AttentionBackend`."""
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
         return wide_codes.dequantize(codes, scales, biases, group_size=group_size, bits=bits)
 

@@ -55,7 +55,6 @@ class CPULayerDecode(LayerDecode):
     def together(
         self, queries: mx.array, layout: AttentionPlan, sinks: mx.array | None
     ) -> mx.array:
-        """See `LayerDecode`."""
         reads = self._uncoded(layout)
         if reads is not None:
             tails, slots = self.step.tails, [row.slot for row in self.step.rows]

@@ -41,7 +41,6 @@ class CPUPieceReads(PieceReads):
         seen: Mapping[int, Booleans | None],
         meanwhile: Callable[[], object] | None = None,
     ) -> None:
-        """See `PieceReads`."""
         piece = _joined(self._ops, keys), _joined(self._ops, values)
 
         def read(task: tuple[int, int]) -> None:
@@ -63,7 +62,6 @@ class CPUPieceReads(PieceReads):
             read(task)
 
     def result(self, number: int) -> Partial:
-        """See `PieceReads`."""
         parts = [self._sums[number, half] for half in range(len(self._heads))]
 
         def joined(name: str) -> mx.array:

@@ -41,9 +41,6 @@ class PackTable(IntEnum):
     """Bytes of a scale, and of an offset: 2 or 4."""
 
 
-PACK_WORDS = len(PackTable)
-
-
 @cache
 def pack_loop() -> int:
     """Compile the job of `PackTable`; return its address."""
@@ -53,7 +50,7 @@ def pack_loop() -> int:
 def _compile_pack() -> Any:
     from numba import carray, cfunc, int64, njit, types
 
-    table_of, address_of, words, lanes = table_at(), pointer(), PACK_WORDS, TILE_ROWS
+    table_of, address_of, words, lanes = table_at(), pointer(), len(PackTable), TILE_ROWS
     (THREADS, _, _, CODES, SCALES, OFFSETS, TILES, ROWS, GROUPS, PER_SCALE, BITS, STORED,
      SCALE_BYTES) = map(int, PackTable)  # fmt: skip
     low_halves, single, word_bits, half_bytes = 0x0F0F0F0F, 0x01010101, 32, 2
@@ -167,9 +164,6 @@ class RowTable(IntEnum):
     """Address of (count, columns) float32."""
 
 
-ROW_WORDS = len(RowTable)
-
-
 @cache
 def row_loop() -> int:
     """Compile the job of `RowTable`; return its address."""
@@ -179,7 +173,7 @@ def row_loop() -> int:
 def _compile_rows() -> Any:
     from numba import carray, cfunc, float32, njit, types
 
-    table_of, address_of, words, lanes = table_at(), pointer(), ROW_WORDS, TILE_ROWS
+    table_of, address_of, words, lanes = table_at(), pointer(), len(RowTable), TILE_ROWS
     (THREADS, _, _, TILES, GROUPS, PER_SCALE, STORED, SCALE_BYTES, ZERO, VALUES, ROWS, COUNT,
      RESULT) = map(int, RowTable)  # fmt: skip
     narrow, wide, block, half_bytes = 4, 8, 32, 2

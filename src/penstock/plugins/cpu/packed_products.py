@@ -26,14 +26,7 @@ from penstock.memory.sizes import packed_matrix_bytes
 from penstock.models.layer_seams import read_rows, skips_logits
 from penstock.plugins.cpu.compiled_jobs import team
 from penstock.plugins.cpu.layer_loops import PART_WORDS, PartTable, part_loops
-from penstock.plugins.cpu.pack_loop import (
-    PACK_WORDS,
-    ROW_WORDS,
-    PackTable,
-    RowTable,
-    pack_loop,
-    row_loop,
-)
+from penstock.plugins.cpu.pack_loop import PackTable, RowTable, pack_loop, row_loop
 from penstock.plugins.cpu.tile_products import (
     BLOCK,
     FLOAT4_CODES,
@@ -108,7 +101,7 @@ class PackedMatrix:
         needed = (self.rows, self.columns * codes.bits // 32)
         if words.shape != needed or words.dtype != np.uint32 or offsets.shape != scales.shape:
             raise ValueError(f"need codes {needed} uint32, not {words.shape} {words.dtype}")
-        table = np.zeros(PACK_WORDS, np.int64)
+        table = np.zeros(len(PackTable), np.int64)
         entries = {
             PackTable.CODES: words.ctypes.data,
             PackTable.SCALES: scales.ctypes.data,
@@ -162,7 +155,7 @@ class PackedMatrix:
 
     @cached_property
     def _row_table(self) -> Integers:
-        table = np.zeros(ROW_WORDS, np.int64)
+        table = np.zeros(len(RowTable), np.int64)
         entries = {
             RowTable.TILES: self.tiles.ctypes.data,
             RowTable.GROUPS: self.tiles.shape[1],
@@ -537,3 +530,59 @@ def rows_of(x: mx.array) -> Floats:
     if isinstance(x, ReadableArray):
         return np.ascontiguousarray(x.host.reshape(-1, x.shape[-1]))
     return np.ascontiguousarray(np.asarray(x.astype(mx.float32)).reshape(-1, x.shape[-1]))
+
+
+EXPERTS = "mlx_lm.models.switch_layers.QuantizedSwitchLinear"
+"""Qualified name of mlx-lm's class for the linear layers of all experts."""
+MOST_EXPERTS = 8
+"""Assumed maximum number of experts per token."""
+
+
+def are_experts(module: nn.Module) -> bool:
+    """Return whether a module is the linear layers of experts and can be packed."""
+    name = f"{type(module).__module__}.{type(module).__name__}"
+    return name == EXPERTS and can_multiply(module, dimensions=3)
+
+
+def packed_experts(module: nn.Module, *, exact: bool) -> PackedExperts:
+    """Return a packed replacement of a module for which `are_experts` is true."""
+    experts = range(len(module.weight))
+    matrices = [packed_matrix(module, expert) for expert in experts]
+    biases = [padded_bias(module.bias[x]) if "bias" in module else None for x in experts]
+    return PackedExperts(matrices, biases, exact=exact)
+
+
+class PackedExperts(PackedModule):
+    """Linear layers of experts with packed weights, computed immediately."""
+
+    def __init__(
+        self, matrices: list[PackedMatrix], biases: list[Floats | None], *, exact: bool
+    ) -> None:
+        vectors = {f"bias {expert}": bias for expert, bias in enumerate(biases)}
+        super().__init__(matrices, exact=exact, vectors=vectors)
+        self._products = [
+            Product(matrix, bias, exact=exact)
+            for matrix, bias in zip(matrices, biases, strict=True)
+        ]
+        used = min(len(matrices), MOST_EXPERTS)
+        self.packed_row_bytes //= len(matrices)
+        self.packed_row_bytes = used * (self.packed_row_bytes + self._products[0].row_bytes)
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        """Multiply rows by the weights of their experts.
+
+        Args:
+            x: (..., rows, n), whose leading axes are broadcast to those of `indices`.
+            indices: index of the expert for each element of the leading axes, (...).
+            sorted_indices: ignored; for compatibility with mlx-lm's class.
+        """
+        experts = np.asarray(indices)
+        rows: Floats = np.asarray(x.astype(mx.float32))
+        by_expert = np.broadcast_to(rows, (*experts.shape, *rows.shape[-2:]))
+        result = np.empty((*by_expert.shape[:-1], self.packed_width), np.float32)
+        for expert in np.unique(experts):
+            places = np.nonzero(experts == expert)
+            chosen = np.ascontiguousarray(by_expert[places])
+            products = self._products[int(expert)](chosen.reshape(-1, rows.shape[-1]))
+            result[places] = products.reshape(*chosen.shape[:-1], self.packed_width)
+        return mx.array(result)

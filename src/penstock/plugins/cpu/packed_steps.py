@@ -47,14 +47,7 @@ from penstock.plugins.cpu.packed_reads import (
 )
 from penstock.plugins.cpu.packed_rope import RotaryPositions
 from penstock.plugins.cpu.step_choices import ChoiceBuffers, StepChoice
-from penstock.plugins.cpu.step_loops import (
-    APPEND_WORDS,
-    PROGRAM_WORDS,
-    AppendTable,
-    ProgramTable,
-    append_loop,
-    program_loop,
-)
+from penstock.plugins.cpu.step_loops import AppendTable, ProgramTable, append_loop, program_loop
 from penstock.plugins.cpu.tile_products import BLOCK
 
 JOBS_OF_KEEPING = 2
@@ -449,7 +442,7 @@ class LayersTogether:
                 [norm_job(), end[0].ctypes.data],
                 [self.output.product.function, end[1].ctypes.data],
             ]
-        program = np.zeros(PROGRAM_WORDS, np.int64)
+        program = np.zeros(len(ProgramTable), np.int64)
         program[ProgramTable.JOBS] = jobs.ctypes.data
         program[ProgramTable.COUNT] = len(jobs)
         if all(is_unread(part[-1].reads) for part in parts):
@@ -564,7 +557,7 @@ class LayersTogether:
 
     def _append_tables(self) -> Integers:
         """Return the tables of `append_loop`, with the entries that never change."""
-        tables = np.zeros((len(self._parts), APPEND_WORDS), np.int64)
+        tables = np.zeros((len(self._parts), len(AppendTable)), np.int64)
         for table, part in zip(tables, self._parts, strict=True):
             widths = part.widths
             table[AppendTable.STRIDE] = sum(widths)

@@ -17,7 +17,6 @@ from penstock.models.layer_seams import HEAD
 from penstock.models.weight_packer import Packing
 from penstock.plugins.cpu.attention_tiles import LANES, converts_halves
 from penstock.plugins.cpu.compiled_jobs import board_loops
-from penstock.plugins.cpu.packed_experts import are_experts, packed_experts
 from penstock.plugins.cpu.packed_layers import (
     PackedDecoderLayer,
     compute_together,
@@ -30,7 +29,9 @@ from penstock.plugins.cpu.packed_products import (
     PackedHead,
     PackedLinear,
     PackedModule,
+    are_experts,
     can_multiply,
+    packed_experts,
     packed_matrix,
 )
 from penstock.plugins.cpu.packed_products import packed_bytes as bytes_of

@@ -40,9 +40,6 @@ class AppendTable(IntEnum):
     """Bytes of an element of the stored keys and values: 4 for float32, 2 for float16."""
 
 
-APPEND_WORDS = len(AppendTable)
-
-
 class ProgramTable(IntEnum):
     """Table entries of the job that runs other jobs in sequence."""
 
@@ -54,9 +51,6 @@ class ProgramTable(IntEnum):
     COUNT = 4
 
 
-PROGRAM_WORDS = len(ProgramTable)
-
-
 @cache
 def append_loop() -> int:
     """Compile the job of `AppendTable`; return its address."""
@@ -66,7 +60,7 @@ def append_loop() -> int:
 def _compile_append() -> Any:
     from numba import carray, cfunc, njit, types
 
-    array, table_of, address_of, words = array_at(), table_at(), pointer(), APPEND_WORDS
+    array, table_of, address_of, words = array_at(), table_at(), pointer(), len(AppendTable)
     (THREADS, _, _, ROWS, SIDES, STRIDE, KEYS, VALUES, HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, SCALE,
      QUERIES, PLACES, NUMBER_BYTES) = map(int, AppendTable)  # fmt: skip
     halve, half_bytes = halve_function(), HALF_BYTES
@@ -112,7 +106,7 @@ def _compile_program() -> Any:
     from numba import carray, cfunc, types
 
     table_of, address_of, wait, run = table_at(), pointer(), barrier(), call(2)
-    words, (threads, _, _, of_jobs, count) = PROGRAM_WORDS, map(int, ProgramTable)
+    words, (threads, _, _, of_jobs, count) = len(ProgramTable), map(int, ProgramTable)
 
     def program(thread, address):  # type: ignore[no-untyped-def]
         table = table_of(address, words)
