@@ -44,7 +44,7 @@ from scenarios import (
 from scripted_model import CONTEXT, PAGES, write_model
 from written_answers import written_call
 
-from penstock.cli.launch_setups import PROGRAMS, Endpoint, Setup
+from penstock.cli.launch import PROGRAMS, Endpoint, Setup
 
 PORT = 8089
 URL = f"http://127.0.0.1:{PORT}"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from run_command import Call
 
-from penstock.cli.service_units import ServiceRun, launchd_agent, systemd_unit
+from penstock.cli.background_service import ServiceRun, launchd_agent, systemd_unit
 
 COMMAND = ["/opt/a b/python", "-m", "penstock", "serve", "50%", '$HOME "x" \\', "--port", "0"]
 RECORDER = '#!/bin/sh\necho "$(basename "$0") $*" >> {log}\nexit {code}\n'

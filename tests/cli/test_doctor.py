@@ -28,9 +28,8 @@ from penstock.attention import devices
 from penstock.attention.mlx_backend import GPUBackend
 from penstock.blas import Blas, has_back_end
 from penstock.cli import doctor, main
-from penstock.cli.choice_trial import ChoiceTiming
 from penstock.cli.doctor import MachineReport, _add_fit, find_misfits, find_problems
-from penstock.cli.fitness import AttentionTiming, Layers, try_model
+from penstock.cli.fitness import AttentionTiming, ChoiceTiming, Layers, try_model
 from penstock.memory import MachineMemory
 from penstock.models.loading import load_all
 from penstock.models.mlx_lm import Loaded

@@ -24,7 +24,7 @@ from servers import Running, serving, wait_until
 
 from penstock import children
 from penstock.cli import launch, main
-from penstock.cli.launch_setups import PROGRAMS, Endpoint
+from penstock.cli.launch import PROGRAMS, Endpoint
 from penstock.cli.remote import Remote
 
 KEY = "a-key-for-tests"

@@ -13,8 +13,8 @@ import pytest
 import yaml
 from typer.main import get_command
 
+from penstock.cli.background_service import ServiceRun, launchd_agent
 from penstock.cli.commands import app
-from penstock.cli.service_units import ServiceRun, launchd_agent
 from penstock.config import ServerSettings
 
 PACKAGING = Path(__file__).parents[2] / "packaging"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os.path import normpath
@@ -11,9 +10,9 @@ from typing import Any
 
 from penstock import config
 from penstock.cli.options import adapter_folders
+from penstock.cli.settings_file import toml_of
 from penstock.errors import SettingError
 from penstock.models.encoder_types import kinds_of
-from penstock.regular_files import read_text
 
 OWN = (
     *("name", "path", "aliases", "adapters", "pin", "ttl"),
@@ -73,12 +72,7 @@ def table_models(paths: Sequence[str], file: Path | None, **usual: Any) -> list[
 
 
 def read_table(file: Path, **usual: Any) -> list[TableModel]:
-    try:
-        content = tomllib.loads(read_text(file.expanduser()))
-    except OSError as error:
-        raise SettingError(f"--models {file}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingError(f"--models {file} is not TOML: {error}") from error
+    content = toml_of("--models", file)
     tables = content.get("model")
     if set(content) != {"model"} or not isinstance(tables, list) or not tables:
         raise SettingError(

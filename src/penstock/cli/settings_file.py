@@ -34,13 +34,17 @@ def _switched(read: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in read.items() if name not in switches} | on
 
 
-def read_toml(file: Path, names: Iterable[str]) -> dict[str, Any]:
+def toml_of(flag: str, file: Path) -> dict[str, Any]:
     try:
-        content = tomllib.loads(read_text(file.expanduser()))
+        return tomllib.loads(read_text(file.expanduser()))
     except OSError as error:
-        raise SettingError(f"--config {file}: {error.strerror}") from error
+        raise SettingError(f"{flag} {file}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingError(f"--config {file} is not TOML: {error}") from error
+        raise SettingError(f"{flag} {file} is not TOML: {error}") from error
+
+
+def read_toml(file: Path, names: Iterable[str]) -> dict[str, Any]:
+    content = toml_of("--config", file)
     known = set(names) - {"config_file"}
     unknown = [key for key in content if key.replace("-", "_") not in known]
     if unknown:
