@@ -38,8 +38,7 @@ from penstock.pool.model_policy import (
     room_plan,
     to_drain,
 )
-from penstock.pool.open_encoder import OpenEncoder
-from penstock.pool.open_model import OpenModel, PoolMember, advance
+from penstock.pool.open_model import OpenEncoder, OpenModel, PoolMember, advance
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""A loaded model of a pool: its engine, and its ledger within the pool's."""
+"""Loaded models and encoders of a pool: their engines, and their ledgers within the pool's."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from penstock.encoders.decoder_embedder import DecoderEmbedder
+from penstock.encoders.decoder_embedder import DecoderEmbedder, EmbedderEngine
 from penstock.encoders.encoder import Encoder
+from penstock.encoders.encoder_engine import EncoderEngine
 from penstock.engine.engine import Engine
 from penstock.engine.turns import Turns
 from penstock.engine.view import EngineView, Holdings
@@ -42,6 +43,8 @@ class OpenMember:
         turns: turns that the pool's engines take on the device.
     """
 
+    engine: Engine | EncoderEngine | EmbedderEngine
+
     def __init__(self, name: str, ledger: ModelLedger, turns: Turns) -> None:
         self.name = name
         self.ledger = ledger
@@ -52,6 +55,19 @@ class OpenMember:
     def note_beside(self, nbytes: int) -> None:
         """Set the bytes of the pool's ledger that this model can never use."""
         self.ledger.beside_bytes = nbytes
+
+    @property
+    def alive(self) -> bool:
+        return self.engine.alive
+
+    def evict_prefixes(self, nbytes: int) -> Future[int]:
+        return self.engine.evict_prefixes(nbytes)
+
+    def set_limit(self, limit_bytes: int) -> None:
+        self.engine.set_limit(limit_bytes)
+
+    def check(self) -> None:
+        self.engine.check()
 
     def _release(self) -> None:
         self._in_turn(self.ledger.close)
@@ -69,6 +85,8 @@ class OpenModel(OpenMember):
         ModelError: the model cannot be loaded.
         NeverFits: it takes more than the advance and the free memory. All bytes are released.
     """
+
+    engine: Engine
 
     def __init__(self, spec: PoolMember, ledger: ModelLedger, turns: Turns) -> None:
         super().__init__(spec.name, ledger, turns)
@@ -93,22 +111,9 @@ class OpenModel(OpenMember):
             raise
         self._in_turn(ledger.end_advance)
 
-    @property
-    def alive(self) -> bool:
-        return self.engine.alive
-
     def holdings(self) -> Future[Holdings]:
         """Return a future of the bytes that the model holds, read between two engine steps."""
         return self.engine.ask(EngineView.holdings)
-
-    def evict_prefixes(self, nbytes: int) -> Future[int]:
-        return self.engine.evict_prefixes(nbytes)
-
-    def set_limit(self, limit_bytes: int) -> None:
-        self.engine.set_limit(limit_bytes)
-
-    def check(self) -> None:
-        self.engine.check()
 
     def close(self) -> None:
         """Stop the engine, drop the weights and release all bytes."""
@@ -123,3 +128,47 @@ def advance(whole: Ledger, nbytes: int, beside_bytes: int) -> ModelLedger:
     ledger = ModelLedger(whole, nbytes)
     ledger.beside_bytes = beside_bytes
     return ledger
+
+
+class OpenEncoder(OpenMember):
+    """A loaded encoder with its engine: the counterpart of `OpenModel`.
+
+    Raises:
+        ModelError: the encoder cannot be loaded.
+        NeverFits: it takes more than the advance and the free memory. All bytes are released.
+    """
+
+    engine: EncoderEngine | EmbedderEngine
+
+    def __init__(self, spec: PoolMember, ledger: ModelLedger, turns: Turns) -> None:
+        super().__init__(spec.name, ledger, turns)
+        try:
+            encoder = spec.load(ledger.limit_bytes)
+            self.engine = _engine(encoder, ledger, turns, spec.settings)
+        except BaseException as error:
+            drop_frames(error)
+            self._release()
+            raise
+        self._in_turn(ledger.end_advance)
+
+    def holdings(self) -> Future[Holdings]:
+        return self.engine.holdings()
+
+    def close(self) -> None:
+        """Stop the engine, drop the weights and release all bytes."""
+        self.engine.close()
+        self.attached = None
+        del self.engine.encoder
+        self._release()
+
+
+def _engine(
+    encoder: Any, ledger: ModelLedger, turns: Turns, settings: Mapping[str, Any]
+) -> EncoderEngine | EmbedderEngine:
+    if not isinstance(encoder, DecoderEmbedder):
+        return EncoderEngine(encoder, ledger, turns)
+    try:
+        return EmbedderEngine(encoder, ledger, turns, settings)
+    except BaseException:
+        unload(encoder.loaded.model)
+        raise

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from penstock.config import ServerSettings
 from penstock.models.encoder_types import WRITING
 from penstock.pool.model_pool import LoadedMember
-from penstock.pool.open_encoder import OpenEncoder
+from penstock.pool.open_model import OpenEncoder
 from penstock.server.access import Access
 from penstock.server.app import routes_app
 from penstock.server.encoders.embedding_routes import EMBEDDINGS, OLLAMA_EMBED, OLLAMA_EMBEDDINGS
