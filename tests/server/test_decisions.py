@@ -16,7 +16,7 @@ from servers import MODEL_NAME, Running, serving
 
 from penstock import load
 from penstock.recall import MODEL_PATH
-from penstock.server.decisions.option_tokens import OptionTokens
+from penstock.server.decisions.deciding import OptionTokens
 
 NEAR = 2e-3
 """Largest difference of two log-probabilities: weights of four bits, sums in other orders."""

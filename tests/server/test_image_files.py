@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.models.image_reader import ImageError
 from penstock.server import remote_images
-from penstock.server.image_files import MOST_PIXELS, data_of, file_of
+from penstock.server.images import MOST_PIXELS, data_of, file_of
 from penstock.server.remote_images import fetch, public_address
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes((0, 0, 0, 13)) + b"IHDR"

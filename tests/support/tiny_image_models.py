@@ -29,8 +29,7 @@ from penstock.engine.request import Request
 from penstock.models.loading import load_all
 from penstock.models.mlx_lm import Loaded
 from penstock.recall import MODEL_PATH
-from penstock.server.image_files import file_of
-from penstock.server.images import Images, sign_of
+from penstock.server.images import Images, file_of, sign_of
 
 CHATML = (
     "{% for message in messages %}<|start|>{{ message['role'] }}\n"

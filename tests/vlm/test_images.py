@@ -28,7 +28,7 @@ from penstock.errors import LedgerFull, StepFailed
 from penstock.models.input_spans import InputSpan, SpanEmbeddings
 from penstock.models.loading import load_all
 from penstock.models.source_choice import choose_source
-from penstock.server.image_files import file_of
+from penstock.server.images import file_of
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{warning}")
