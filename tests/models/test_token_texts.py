@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.models.byte_level import detokenizer_of
+from penstock.models.byte_level import TokenTexts, compact, detokenizer_of
 from penstock.models.loading import load_all
-from penstock.models.token_texts import TokenTexts, compact
 from penstock.recall import MODEL_PATH
 
 TEXTS = ["", "a", "é", "🦫x", "\udce9", "Ā\0", "<0x41>", "▁the"]

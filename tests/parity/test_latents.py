@@ -19,11 +19,11 @@ from mlx_lm.models import deepseek_v3, deepseek_v32
 from parity_models import SHARED, Step, assert_same, generate, model_of, prompt_of
 from step_copies import step_bytes
 
-from penstock.attention import chosen_tokens, devices, latent_decode
+from penstock.attention import chosen_tokens, devices
 from penstock.attention.attention_backend import DecodeStep
 from penstock.attention.attention_plan import DecodeRow
 from penstock.attention.chosen_tokens import IndexPart
-from penstock.attention.latent_reads import latent_reads
+from penstock.attention.latent_reads import LatentReader, latent_reads
 from penstock.attention.selection.key_index import KeyIndex
 from penstock.attention.selection.selection import READ_ALL, Selection
 from penstock.attention.span_attention import AttentionWindow
@@ -267,13 +267,13 @@ def test_reading_all_tokens_is_exact() -> None:
 def test_sequences_of_up_to_n_tokens_are_read_whole_and_others_choose(
     monkeypatch: pytest.MonkeyPatch, rest: bool
 ) -> None:
-    read, exactly = list[int](), latent_decode.LatentReader._exactly
+    read, exactly = list[int](), LatentReader._exactly
 
     def watched(self: Any, stacked: mx.array, keys: mx.array, values: mx.array) -> Any:
         read.append(keys.shape[1])
         return exactly(self, stacked, keys, values)
 
-    monkeypatch.setattr(latent_decode.LatentReader, "_exactly", watched)
+    monkeypatch.setattr(LatentReader, "_exactly", watched)
     model, prompt = model_of("deepseek_v3"), (*BASE, *prompt_of(250, 5))
     with engine(model, attend_tokens=512) as core:
         handle = ask(core, prompt, 12)

@@ -19,9 +19,8 @@ from test_engine_machine import examples
 from test_machines import causes
 
 from penstock.engine.offload import cold_blocks
-from penstock.engine.offload.cold_blocks import ColdBlocks, _Slice
+from penstock.engine.offload.cold_blocks import ColdBlocks, PairCache, Slots, _Slice
 from penstock.engine.offload.engine_tier import EngineTier
-from penstock.engine.offload.pair_cache import PairCache, Slots
 from penstock.engine.request import Finish, Request
 from penstock.engine.schedule.admission import Admission
 from penstock.errors import SpilledLost, StepFailed

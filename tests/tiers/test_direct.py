@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.tiers.disk import direct
-from penstock.tiers.disk.direct import ALIGNED_BYTES, Writer
+from penstock.tiers.disk import block_files
+from penstock.tiers.disk.block_files import ALIGNED_BYTES, Writer
 
 SIZES = [0, 1, ALIGNED_BYTES - 1, ALIGNED_BYTES, ALIGNED_BYTES + 1, 3 * ALIGNED_BYTES + 17, 5 << 20]
 
@@ -47,7 +47,7 @@ def test_file_has_final_size_when_synced(
     is_direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[int] = []
-    monkeypatch.setattr(direct.os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
+    monkeypatch.setattr(block_files.os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
     writer = Writer()
     writer._direct = writer._direct and is_direct
     writer.write(tmp_path / "file", numbers(17))
@@ -62,7 +62,7 @@ def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     assert path.read_bytes() == b"mine"
 
 
-@pytest.mark.skipif(not direct.DIRECT, reason="the system keeps all files in its pages")
+@pytest.mark.skipif(not block_files.DIRECT, reason="the system keeps all files in its pages")
 @pytest.mark.parametrize("refuses", ["open", "write"])
 def test_buffered_writes_are_used_if_direct_io_is_unsupported(
     refuses: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -73,7 +73,7 @@ def test_buffered_writes_are_used_if_direct_io_is_unsupported(
 
     def refusing(name: str) -> Any:
         def call(first: Any, second: Any, *rest: Any) -> Any:
-            wants = second & direct.DIRECT if name == "open" else name == refuses
+            wants = second & block_files.DIRECT if name == "open" else name == refuses
             if wants and not asked and name == refuses:
                 asked.append(name)
                 raise OSError(errno.EINVAL, "not here")
@@ -82,7 +82,7 @@ def test_buffered_writes_are_used_if_direct_io_is_unsupported(
         return call
 
     for name in true:
-        monkeypatch.setattr(direct.os, name, refusing(name))
+        monkeypatch.setattr(block_files.os, name, refusing(name))
     writer = Writer()
     for number in range(2):
         writer.write(tmp_path / str(number), numbers(ALIGNED_BYTES + 1, number))
@@ -95,6 +95,6 @@ def test_disk_errors_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     def fails(*_: Any) -> int:
         raise OSError(errno.EIO, "broken")
 
-    monkeypatch.setattr(direct.os, "fsync", fails)
+    monkeypatch.setattr(block_files.os, "fsync", fails)
     with pytest.raises(OSError, match="broken"):
         Writer().write(tmp_path / "file", numbers(10))

@@ -14,8 +14,7 @@ from engine_faults import model_of
 from mlx.utils import tree_map
 
 from penstock.engine.core import Core
-from penstock.engine.draft.draft import Draft
-from penstock.engine.draft.draft_kv import DraftKV
+from penstock.engine.draft.draft import Draft, DraftKV
 from penstock.engine.model import verification
 from penstock.engine.model.step_costs import LEAST_SAMPLES, StepCosts
 from penstock.engine.request import Request, Sampling

@@ -32,8 +32,7 @@ from drafted_models import (
     write_model,
 )
 
-from penstock.engine.draft.block_draft import BlockDraft
-from penstock.engine.draft.head_draft import HeadDraft
+from penstock.engine.draft.head_draft import BlockDraft, HeadDraft
 from penstock.engine.model.constraint import json_schema_grammar
 from penstock.engine.model.model_probe import weight_bytes
 from penstock.engine.model.step_costs import StepCosts

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.offload.pair_cache import SLOT_BYTES, PairCache
+from penstock.engine.offload.cold_blocks import SLOT_BYTES, PairCache
 
 SPLIT, NBYTES = 3, 5
 """Bytes of a pair's keys, and of both."""

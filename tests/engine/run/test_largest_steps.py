@@ -11,8 +11,8 @@ import mlx.core as mx
 import pytest
 
 from penstock.cli.engines import make_engine
+from penstock.engine.fixed_memory import SizedTrial
 from penstock.engine.ranks.process_group import ProcessGroup
-from penstock.engine.run.largest_steps import SizedTrial
 from penstock.errors import SettingError
 from penstock.ledger import Kind, Ledger
 from penstock.models.loading import load_all

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.engine.draft.block_draft import BlockDraft
 from penstock.engine.draft.draft import Draft, NoDraft
 from penstock.engine.draft.draft_parts import DRAFT_SETTING, open_draft_model
-from penstock.engine.draft.head_draft import HeadDraft
+from penstock.engine.draft.head_draft import BlockDraft, HeadDraft
 from penstock.engine.foundation import Foundation
 from penstock.engine.schedule.kv_stores import KVStores
 from penstock.errors import SettingError

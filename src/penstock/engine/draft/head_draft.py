@@ -1,8 +1,7 @@
-"""`HeadDraft`: tokens that the model's multi-token head or EAGLE drafter proposes, one by one.
+"""Tokens that a multi-token head, EAGLE drafter or block drafter of the model proposes.
 
-The head's keys and values are those of the model's last layer, and its hidden state is among the
-recurrent states of a sequence: each pass of the model writes them for the tokens it reads. A
-proposal goes on from there into columns of the tail that the next pass overwrites.
+Their keys and values are those of the model's last layers: each pass of the model writes them for
+the tokens it reads. A proposal uses columns of the tail that the next pass overwrites.
 """
 
 from __future__ import annotations
@@ -21,7 +20,10 @@ from penstock.kv.tails import Tails
 
 
 class HeadDraft(NoDraft):
-    """Proposals by a head whose weights, KV and states are the model's. Engine thread only."""
+    """Proposals by a head or EAGLE drafter, token by token. Engine thread only.
+
+    Its hidden state is among the recurrent states of a sequence.
+    """
 
     proposes = True
 
@@ -63,3 +65,34 @@ def _hidden(sequence: Sequence) -> mx.array:
     (hidden,) = state.states[-1]
     assert hidden is not None
     return hidden[state.row : state.row + 1]
+
+
+class BlockDraft(NoDraft):
+    """Proposals by a block drafter (DFlash), all in one pass. Engine thread only."""
+
+    proposes = drafts_at_once = True
+
+    def __init__(self, runner: Runner, tails: Tails) -> None:
+        self._runner = runner
+        self._tails = tails
+        self.most_tokens = runner.block_tokens - 1
+
+    def follow(self, sequences: Items[Sequence], worth_seconds: Items[float]) -> list[bool]:
+        return [True] * len(sequences)
+
+    def draft(self, sequences: Items[Sequence], limits: Items[int]) -> list[list[int]]:
+        """Propose `limits[i]` tokens for sequence i, in one pass per limit."""
+        drafts: list[list[int]] = [[] for _ in sequences]
+        for limit in sorted({limit for limit in limits if limit}):
+            members = [i for i, other in enumerate(limits) if other == limit]
+            rows = [sequences[i].row() for i in members]
+            order = in_order(rows)
+            members, rows = [members[i] for i in order], [rows[i] for i in order]
+            tokens = [sequences[i].tokens[-1] for i in members]
+            logits = self._runner.predict_block(tokens, limit + 1, rows, self._tails)
+            best = likeliest(logits.flatten(0, 1))
+            mx.eval(best.tokens, best.values, self._tails.buffers())
+            chosen = [chosen_token(choice) for choice in best.read()]
+            for number, i in enumerate(members):
+                drafts[i] = chosen[number * limit : (number + 1) * limit]
+        return drafts

@@ -10,8 +10,7 @@ from typing import Any
 from penstock.engine.model.constraint import Grammars, NoGrammars, pool_bytes
 from penstock.engine.model.text import Detokenizer, NoText, TextStream
 from penstock.engine.request import Request
-from penstock.models.byte_level import detokenizer_of
-from penstock.models.token_texts import compact
+from penstock.models.byte_level import compact, detokenizer_of
 
 TEXT_BEFORE_TOKENS = 16
 """Number of last prompt tokens needed to continue the prompt's text."""

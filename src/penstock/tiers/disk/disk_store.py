@@ -28,6 +28,7 @@ from penstock.memory.sizes import format_bytes
 from penstock.prefix.block_hashes import checkpoint_hash, hash_blocks, is_hash_of
 from penstock.tiers.disk.block_files import (
     SUFFIX,
+    Writer,
     block_file,
     block_path,
     file_size,
@@ -38,7 +39,6 @@ from penstock.tiers.disk.block_files import (
     remove_file,
     sync_folder,
 )
-from penstock.tiers.disk.direct import Writer
 from penstock.tiers.disk.index import (
     BUSY_SECONDS,
     PAGE_ENTRIES,
