@@ -295,6 +295,20 @@ def test_nodes_are_merged_up_to_limit() -> None:
     assert not tree.can_merge(node.path()[0])
 
 
+def test_only_some_segments_grow_above_limit() -> None:
+    growing = set[int]()
+    tree: PrefixTree[Blank] = PrefixTree(
+        SIZE, max_merge_tokens=8, max_merge_bytes=10**6, grows=lambda of: id(of) in growing
+    )
+    put(tree, range(4))
+    put(tree, range(8))
+    node = put(tree, range(12))
+    first, middle, last = node.path()
+    assert tree.can_merge(first, middle) and not tree.can_merge(first, last)
+    growing.add(id(last.segment))
+    assert tree.can_merge(first, last)
+
+
 def test_merging_small_nodes_is_bounded_by_tokens() -> None:
     """As for purely recurrent models, which have no keys."""
 

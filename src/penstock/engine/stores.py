@@ -8,11 +8,17 @@ from penstock.engine.model.prompt_logprobs import ScoredBlocks
 from penstock.engine.model.runner_figures import figures_of
 from penstock.engine.offload.tier_group import TierGroup, open_tiers
 from penstock.engine.prefill_rate import PrefillRate
+from penstock.engine.retention.spilling import is_spilled
 from penstock.engine.retentions import make_retentions
 from penstock.engine.schedule.kv_stores import KVStores
 from penstock.engine.settings import identity
 from penstock.kv.block_format import BlockFormats
-from penstock.kv.block_spans import SPILLED_LONGER, SPILLED_MERGE_TOKENS, span_tokens
+from penstock.kv.block_spans import (
+    SPILLED_LONGER,
+    SPILLED_MERGE_BYTES,
+    SPILLED_MERGE_TOKENS,
+    span_tokens,
+)
 from penstock.kv.quantization import ALL_RAW, QuantizationRule
 from penstock.kv.segment import Segment
 from penstock.prefix.prefixes import MAX_MERGE_TOKENS, Prefixes, remembered_nodes
@@ -68,6 +74,7 @@ def _tree(base: Foundation, fingerprint: str) -> Prefixes[Segment]:
     # Nodes are spilled as a whole, so they are kept short until most of them are spilled.
     spilled = limits.active_kv_size is not None
     merged = SPILLED_MERGE_TOKENS if spilled else MAX_MERGE_TOKENS
+    max_merge_bytes = merged * base.runner.held_token_bytes if coded or spilled else 0
     return Prefixes(
         base.ledger,
         block_size=size,
@@ -78,7 +85,8 @@ def _tree(base: Foundation, fingerprint: str) -> Prefixes[Segment]:
         # Quantized nodes may be longer: attention time depends on the number of nodes.
         max_merge_tokens=merged,
         longer=SPILLED_LONGER if spilled else LONGER,
-        max_merge_bytes=merged * base.runner.held_token_bytes if coded or spilled else 0,
+        max_merge_bytes=max(max_merge_bytes, SPILLED_MERGE_BYTES) if spilled else max_merge_bytes,
+        grows=is_spilled if spilled else None,
         span_tokens=span_tokens(size),
         beside=base.beside,
     )

@@ -14,6 +14,8 @@ SPILLED_MERGE_TOKENS = 512
 SPILLED_LONGER = 32
 """Multiple of `SPILLED_MERGE_TOKENS` for nodes whose KV is spilled; each node costs time per step.
 """
+SPILLED_MERGE_BYTES = 32 << 20
+"""Maximum bytes of such a node, which keeps the KV of sliding windows; merging copies them."""
 
 
 def span_blocks(block_size: int) -> int:

@@ -76,6 +76,7 @@ class Prefixes(Generic[S]):
         max_merge_tokens: maximum number of tokens of a merged node.
         max_merge_bytes: maximum bytes of a merged node with more tokens; 0 allows none.
         longer: maximum number of tokens of such a node, in multiples of `max_merge_tokens`.
+        grows: tells whether nodes of such segments may have more tokens; None is all.
         span_tokens: a node is also merged with a longer parent if both together have at most this
             many tokens.
         beside: other memory that can be freed, and listeners; none by default.
@@ -100,6 +101,7 @@ class Prefixes(Generic[S]):
         max_merge_tokens: int = MAX_MERGE_TOKENS,
         max_merge_bytes: int = 0,
         longer: int = LONGER,
+        grows: Callable[[S], bool] | None = None,
         span_tokens: int = 0,
         beside: Beside[S] | None = None,
     ) -> None:
@@ -112,6 +114,7 @@ class Prefixes(Generic[S]):
             max_merge_tokens=max_merge_tokens,
             max_merge_bytes=max_merge_bytes,
             longer=longer,
+            grows=grows,
         )
         self.ledger = ledger
         self.tree = tree

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import Generic
 
@@ -39,6 +39,7 @@ class PrefixTree(Generic[S]):
         max_merge_tokens: maximum number of tokens of a merged node.
         max_merge_bytes: maximum bytes, excluding checkpoints, of a merged node with more tokens.
         longer: maximum number of tokens of such a node, in multiples of `max_merge_tokens`.
+        grows: tells whether nodes of such segments may have more tokens; None is all.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class PrefixTree(Generic[S]):
         max_merge_tokens: int = 2_048,
         max_merge_bytes: int = 0,
         longer: int = LONGER,
+        grows: Callable[[S], bool] | None = None,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {block_size}")
@@ -57,6 +59,7 @@ class PrefixTree(Generic[S]):
         self.max_merge_tokens = max_merge_tokens
         self.max_merge_bytes = max_merge_bytes
         self.longer = longer
+        self.grows = grows
         self._tops: dict[bytes, Node[S]] = {}
         self._nodes: dict[int, Node[S]] = {}
         self._pins: set[Pin[S]] = set()
@@ -144,6 +147,8 @@ class PrefixTree(Generic[S]):
         tokens, limit = run[-1].end - run[0].start, self.max_merge_tokens
         if tokens <= limit or not self.max_merge_bytes or tokens > self.longer * limit:
             return tokens <= limit
+        if self.grows is not None and not self.grows(run[-1].segment):
+            return False
         sizes = (node.segment.nbytes - node.segment.checkpoint_nbytes for node in run)
         return sum(sizes) <= self.max_merge_bytes
 

@@ -31,6 +31,7 @@ from spilled_engine import (
 from penstock.attention import layer_decode
 from penstock.attention.selection import selected_reads, selection
 from penstock.cli import top_screen
+from penstock.engine import stores
 from penstock.engine.core import Core
 from penstock.engine.offload import cold_blocks, tier_writer
 from penstock.engine.offload.cold_blocks import ColdBlocks
@@ -603,6 +604,32 @@ def test_large_node_with_shared_prefix_does_not_block_prompt(
                 ends.add("full")
         core.set_limit(200_000_000)
     assert (ends == {4}) is drops, ends
+
+
+@pytest.mark.parametrize("nbytes", [1 << 20, 0])
+def test_nodes_of_spilled_kv_grow_beside_kv_of_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    """Memory keeps the KV behind a window while it has room; each node costs time per step."""
+    monkeypatch.setattr(stores, "SPILLED_MERGE_TOKENS", 64)
+    monkeypatch.setattr(stores, "SPILLED_MERGE_BYTES", nbytes)
+    layers = {
+        "model_type": "llama",
+        "num_hidden_layers": 4,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+        "sliding_window": 32,
+    }
+    mx.random.seed(3)
+    model = small_model({**BASE, **layers, "vocab_size": VOCABULARY_TOKENS})
+    (expected,) = whole(tmp_path, "llama", LONG, model=model)
+    with running(tmp_path / "spilled", model=model) as core:
+        assert cold_engine.ask(core, LONG, max_tokens=40) == expected
+        sizes = {True: [0], False: [0]}
+        for node in cached_nodes(core):
+            assert not node.segment.missing
+            sizes[is_spilled(node.segment)].append(len(node.tokens))
+    assert max(sizes[False]) <= 128
+    assert (max(sizes[True]) > 256) is (nbytes > 0), sizes
 
 
 def test_blocks_in_use_are_not_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
