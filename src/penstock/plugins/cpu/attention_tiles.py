@@ -144,7 +144,7 @@ class Vectors:
         return self.builder.shuffle_vector(value, other, self._constant(kind, list(lanes)))
 
     def prefetch(self, address: Any, nbytes: int) -> None:
-        """Prefetch `nbytes` bytes, `PREFETCHED_BYTES` ahead of an address."""
+        """Prefetch `nbytes` bytes."""
         from llvmlite import ir
 
         text = self._pointer(ir.IntType(8))
@@ -152,7 +152,7 @@ class Vectors:
         function = self._declared("llvm.prefetch.p0", ir.VoidType(), arguments)
         flags = [self._constant(self.int32, flag) for flag in (0, 3, 1)]
         for ahead in range(0, nbytes, 64):
-            place = self.builder.add(address, self.number(PREFETCHED_BYTES + ahead))
+            place = self.builder.add(address, self.number(ahead))
             self.builder.call(function, [self.builder.inttoptr(place, text), *flags])
 
     def spread(self, value: Any) -> Any:
@@ -301,16 +301,17 @@ def score_function(key_dim: int, nbytes: int = FLOAT_BYTES) -> Any:
     """Return a function that multiplies four queries by keys of `nbytes` bytes per element.
 
     Its arguments: addresses of the queries, (4, padded key_dim) float32, and of the keys, (n,
-    key_dim); n; and the address of the scores, (4, BLOCK_TOKENS).
+    key_dim); n; the address of the scores, (4, BLOCK_TOKENS); and the bytes between keys and those
+    that are prefetched while they are multiplied.
     """
     width = padded(key_dim)
     vectors = width // LANES
 
-    def body(of: Vectors, queries: Any, keys: Any, tokens: Any, scores: Any) -> None:
+    def body(of: Vectors, queries: Any, keys: Any, tokens: Any, scores: Any, ahead: Any) -> None:
         def products(count: int, token: Any) -> Any:
             start = of.offset(keys, of.builder.mul(token, of.number(key_dim)), nbytes)
             sums: list[Any] = [None] * (QUERIES * count)
-            of.prefetch(start, nbytes * count * key_dim)
+            of.prefetch(of.builder.add(start, ahead), nbytes * count * key_dim)
             for vector in range(vectors):
                 lanes = min(LANES, key_dim - vector * LANES)
                 places = [key * key_dim + vector * LANES for key in range(count)]
@@ -354,7 +355,7 @@ def score_function(key_dim: int, nbytes: int = FLOAT_BYTES) -> Any:
                 single = of.builder.extract_element(result, of.int32(lane))
                 of.store(single, of.offset(into, query * BLOCK_TOKENS))
 
-    return vector_function(4, body)
+    return vector_function(5, body)
 
 
 @cache
@@ -412,11 +413,12 @@ def mix_function(value_dim: int, nbytes: int = FLOAT_BYTES) -> Any:
     """Return a function that adds weighted values to the states of four queries.
 
     Its arguments: addresses of the weights, (4, BLOCK_TOKENS), and of the values, (n, value_dim) of
-    `nbytes` bytes per element; n; and the address of the states, (4, state_floats).
+    `nbytes` bytes per element; n; the address of the states, (4, state_floats); and the bytes
+    between values and those that are prefetched while they are added.
     """
     width = state_floats(value_dim)
 
-    def body(of: Vectors, weights: Any, values: Any, tokens: Any, states: Any) -> None:
+    def body(of: Vectors, weights: Any, values: Any, tokens: Any, states: Any, ahead: Any) -> None:
         from numba.core import cgutils
 
         for first in range(0, value_dim, LANES * 4):
@@ -430,7 +432,8 @@ def mix_function(value_dim: int, nbytes: int = FLOAT_BYTES) -> Any:
             with cgutils.for_range(of.builder, tokens) as loop:
                 token = loop.index
                 row = of.offset(values, of.builder.mul(token, of.number(value_dim)), nbytes)
-                of.prefetch(of.offset(row, first, nbytes), nbytes * len(starts) * LANES)
+                later = of.builder.add(of.offset(row, first, nbytes), ahead)
+                of.prefetch(later, nbytes * len(starts) * LANES)
                 sides = [
                     of.load_side(
                         of.offset(row, start, nbytes), nbytes, min(LANES, value_dim - start)
@@ -448,7 +451,7 @@ def mix_function(value_dim: int, nbytes: int = FLOAT_BYTES) -> Any:
             for place, total in zip(places, sums, strict=True):
                 of.store(of.builder.load(total), place)
 
-    return vector_function(4, body)
+    return vector_function(5, body)
 
 
 @cache

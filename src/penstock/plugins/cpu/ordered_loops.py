@@ -13,6 +13,7 @@ from penstock.plugins.cpu.attention_tiles import (
     BLOCK_TOKENS,
     FLOAT_BYTES,
     MAXIMUM,
+    PREFETCHED_BYTES,
     QUERIES,
     TOTAL,
     UNSEEN,
@@ -157,6 +158,7 @@ def _compile_ordered(key_dim: int, value_dim: int, soft_cap: float, nbytes: int)
     state_width, value_width = state_floats(value_dim), padded(value_dim)
     maximum, of_total = value_width + MAXIMUM, value_width + TOTAL
     state_bytes, nothing = 4 * state_width, np.float32(UNSEEN)
+    prefetched = PREFETCHED_BYTES
     wave, items_of_thread, seen_bytes = BLOCKS_OF_WAVE, ITEMS_OF_THREAD, 4 * SEEN_FLOATS
     groups_of_item = njit(nogil=True)(item_groups)
     (THREADS, _, _, OF_QUERIES, ROWS, HEADS, KV_HEADS, SPANS, SPAN_COUNT, FIRSTS, SEQUENCES, SEEN,
@@ -185,6 +187,19 @@ def _compile_ordered(key_dim: int, value_dim: int, soft_cap: float, nbytes: int)
         numbers[:, maximum] = nothing
 
     @njit(nogil=True)
+    def bytes_ahead(spans, span, end, key_head, column, place, token_bytes, side):  # type: ignore[no-untyped-def]
+        """Return how far behind `place`, the column's, lies what is read `prefetched` bytes later.
+
+        Short spans are those of selected blocks, and about half as long.
+        """
+        later = span + 2
+        if (spans[span, 5] + spans[span, 4] - column) * token_bytes > prefetched:
+            return prefetched
+        if later < end and spans[later, 4] > 0:
+            return spans[later, side] + key_head * spans[later, side + 1] - place
+        return 0
+
+    @njit(nogil=True)
     def attend_block(queries, seen, kept, spans, span, end, key_head, block, weights, state):  # type: ignore[no-untyped-def]
         """Compute the states of four queries for a block; `state` must be reset.
 
@@ -200,7 +215,8 @@ def _compile_ordered(key_dim: int, value_dim: int, soft_cap: float, nbytes: int)
             count = min(last, spans[span, 5] + spans[span, 4]) - start
             keys = spans[span, 0] + key_head * spans[span, 1]
             keys += (start - spans[span, 5]) * key_bytes
-            score((queries, keys, count, weights + 4 * (start - first)))
+            ahead = bytes_ahead(spans, span, end, key_head, start, keys, key_bytes, 0)
+            score((queries, keys, count, weights + 4 * (start - first), ahead))
             span += 1
         for query in range(together):
             weigh(
@@ -218,7 +234,8 @@ def _compile_ordered(key_dim: int, value_dim: int, soft_cap: float, nbytes: int)
             count = min(last, spans[span, 5] + spans[span, 4]) - start
             values = spans[span, 2] + key_head * spans[span, 3]
             values += (start - spans[span, 5]) * value_bytes
-            mix((weights + 4 * (start - first), values, count, state))
+            ahead = bytes_ahead(spans, span, end, key_head, start, values, value_bytes, 2)
+            mix((weights + 4 * (start - first), values, count, state, ahead))
             span += 1
         return first_span
 
