@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -9,7 +11,9 @@ import pytest
 from penstock.attention import devices
 from penstock.attention.devices import using
 from penstock.attention.mlx_backend import GPUBackend
+from penstock.attention.selection.key_centers import KeyCenters
 from penstock.attention.selection.key_index import PIECE_TOKENS, KeyIndex
+from penstock.attention.selection.rotations import Rotation
 from penstock.kv.codecs.coded import Coded
 from penstock.kv.codecs.names import parse_scheme
 from penstock.kv.columns import arrays
@@ -180,3 +184,30 @@ def test_both_backends_give_equal_index_scores() -> None:
             scores.append(np.array(index.score(queries, devices.current())))
     assert np.allclose(*scores, rtol=1e-4, atol=1e-4)
     assert not np.allclose(scores[0], np.roll(scores[1], 1, axis=-1), atol=1e-2)
+
+
+@pytest.mark.parametrize("tokens", [1, 32, PIECE_TOKENS // 2 + 1])
+@pytest.mark.parametrize("backend", [CPUBackend, GPUBackend])
+def test_layers_indexed_together_equal_each_alone(backend: type, tokens: int) -> None:
+    """With the same, other and no centers, other dtypes and sizes, and a layer that is indexed."""
+    rng = np.random.default_rng(0)
+    turning = Rotation.shared(np.repeat([0.3, -0.3], DIM // 2), np.arange(DIM) ^ 1)
+    rotations = turning, turning, Rotation.none(DIM), Rotation.none(DIM), None, None
+    vectors = [rng.normal(size=(HEADS, DIM)).astype(np.float32) for _ in rotations]
+    centers = {
+        layer: KeyCenters(vectors[layer], rotation)
+        for layer, rotation in enumerate(rotations)
+        if rotation is not None
+    }
+    layers = [*segment(tokens).layers, *segment(tokens, seed=6).layers]
+    layers += [*segment(tokens, seed=12, dtype=mx.float16).layers, *segment(tokens, dim=96).layers]
+    index = KeyIndex(frozenset(range(len(layers) - 1)), centers=centers)
+    with using(backend()):
+        ops = devices.current()
+        alone = [index.of(*layers[layer], layer, 40, ops) for layer in sorted(index.layers)]
+        none = (None,) * (len(layers) - 1)
+        joined = index.indexed(Segment(tuple(layers), index=(alone[0], *none)), 40, ops).index
+    assert same(joined, (*alone, None))
+    assert joined[0] is alone[0]
+    other = replace(alone[1], parts=(alone[1].parts[0] ^ 1, alone[1].parts[1]))
+    assert not same(joined, (alone[0], other, *alone[2:], None)), "the comparison sees a bit"

@@ -98,6 +98,11 @@ class KeyCenters:
             tried.append((left, cls(center[:, 0].astype(np.float32), candidate)))
         return min(tried, key=lambda pair: pair[0])[1]
 
+    @classmethod
+    def joined(cls, centers: Sequence[KeyCenters]) -> KeyCenters:
+        """Return the centers of layers with the same rotation as those of one layer."""
+        return cls(np.concatenate([of_layer.vectors for of_layer in centers]), centers[0].rotation)
+
     def between(self, start: int, stop: int) -> Floats:
         """Return the centers at positions `start..stop - 1`, (kv_heads, tokens, dim)."""
         first, last = start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)

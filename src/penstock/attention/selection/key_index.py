@@ -7,7 +7,7 @@ values are indexed as well, unselected tokens can be read approximately; see `re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -23,7 +23,7 @@ from penstock.kv.codecs.rotation import rotate
 from penstock.kv.codecs.turbo import STEPS, Turbo, padded
 from penstock.kv.columns import Side
 from penstock.kv.numpy_arrays import Floats
-from penstock.kv.segment import Segment
+from penstock.kv.segment import Layer, Segment
 from penstock.kv.tails import LayerShape
 
 BITS = 2
@@ -127,10 +127,48 @@ class KeyIndex:
         if not self.layers or self.complete(segment) or not segment.tokens:
             return segment
         index = list(segment.index or (None,) * len(segment.layers))
+        alike = dict[Hashable, list[int]]()
         for layer in sorted(self.layers):
             if index[layer] is None and not (segment.missing and segment.missing[layer]):
-                index[layer] = self.of(*segment.layers[layer], layer, start, ops)
+                alike.setdefault(self._form(segment.layers[layer], layer), []).append(layer)
+        together = max(1, PIECE_TOKENS // segment.tokens)
+        for form, layers in alike.items():
+            size = 1 if form is None else together
+            for batch in (layers[n : n + size] for n in range(0, len(layers), size)):
+                sides = [segment.layers[layer] for layer in batch]
+                for layer, made in zip(
+                    batch, self._of_layers(sides, batch, start, ops), strict=True
+                ):
+                    index[layer] = made
         return replace(segment, index=tuple(index))
+
+    def _form(self, sides: Layer, layer: int) -> Hashable:
+        """Return what layers share that can be indexed together; None if they cannot."""
+        keys, _ = sides
+        if self.with_values or self.latents or not isinstance(keys, mx.array):
+            return None
+        centers = self.centers.get(layer)
+        return tuple(keys.shape), keys.dtype, None if centers is None else id(centers.rotation)
+
+    def _of_layers(
+        self, sides: Sequence[Layer], layers: Sequence[int], start: int, ops: AttentionOps
+    ) -> list[Coded]:
+        """Index a few tokens of layers of one form, as heads of one layer."""
+        if len(layers) == 1:
+            return [self.of(*sides[0], layers[0], start, ops)]
+        all_keys = [keys for keys, _ in sides if isinstance(keys, mx.array)]
+        centers = [self.centers[layer] for layer in layers if layer in self.centers]
+        joined = KeyCenters.joined(centers) if centers else None
+        index = _encoded(self.codec, [mx.concatenate(all_keys, axis=1)], ops, joined, start)
+        codes, sizes = index.parts[0], _bounded(index.parts[1])
+        heads, made = all_keys[0].shape[1], list[Coded]()
+        for first in range(0, heads * len(layers), heads):
+            parts = codes[:, first : first + heads], sizes[:, first : first + heads]
+            copy = col.copied(replace(index, parts=parts))
+            assert isinstance(copy, Coded)
+            made.append(copy)
+        mx.eval([coded.parts for coded in made])
+        return made
 
     def transform_query(self, queries: Floats) -> Floats:
         """Transform queries (kv_heads, m, dim) for products with signs: (kv_heads, m, signs)."""
