@@ -371,7 +371,9 @@ def test_share_is_summed_over_queries_and_counts_first_block() -> None:
 @pytest.mark.parametrize("tokens", [128, 160, 512, 1_000])
 def test_selection_stays_within_token_budget(tokens: int) -> None:
     selection = Selection(tokens, INDEX)
-    for position in range(tokens, tokens + 200):
+    positions = range(tokens, tokens + 200)
+    assert selection.most_blocks == max(map(selection.blocks, positions))
+    for position in positions:
         start, blocks = selection.recent_start(position), selection.blocks(position)
         assert blocks >= 1 and start % BLOCK_TOKENS == 0
         assert tokens - BLOCK_TOKENS < FIRST_TOKENS + blocks * BLOCK_TOKENS + position + 1 - start

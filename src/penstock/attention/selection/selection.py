@@ -55,13 +55,21 @@ class Selection:
 
     def recent_start(self, position: int) -> int:
         """Return the position of the first recent token for a query at `position`."""
-        recent = max(LEAST_RECENT_TOKENS, self.tokens // RECENT_SHARE)
-        return max(0, position + 1 - recent) // BLOCK_TOKENS * BLOCK_TOKENS
+        return max(0, position + 1 - self._least_recent) // BLOCK_TOKENS * BLOCK_TOKENS
 
     def blocks(self, position: int) -> int:
         """Return the number of blocks to select for a query at `position`."""
         recent = position + 1 - self.recent_start(position)
         return (self.tokens - FIRST_TOKENS - recent) // BLOCK_TOKENS
+
+    @property
+    def most_blocks(self) -> int:
+        """Maximum of `blocks` for all positions."""
+        return (self.tokens - FIRST_TOKENS - self._least_recent) // BLOCK_TOKENS
+
+    @property
+    def _least_recent(self) -> int:
+        return max(LEAST_RECENT_TOKENS, self.tokens // RECENT_SHARE)
 
     def applies(self, row: DecodeRow) -> bool:
         """Return whether a row uses selective attention in indexed layers.

@@ -10,6 +10,7 @@ import numpy as np
 from penstock.attention.attention_backend import DecodeStep
 from penstock.attention.selection.choice_blocks import BLOCK_TOKENS, FIRST_BLOCKS
 from penstock.attention.selection.key_index import KeyIndex
+from penstock.attention.selection.rotations import TABLE_BLOCKS
 from penstock.attention.selection.selection import Selection
 from penstock.kv.codecs.rotation import signs_of
 from penstock.kv.codecs.turbo import padded
@@ -49,7 +50,7 @@ class StepChoice:
         own = np.array(choices)
         spans = int(np.diff(firsts).max())
         # A block may be cut by the end of each span.
-        most = FIRST_BLOCKS + int(own[:, 1].max()) + 1 + spans
+        most = FIRST_BLOCKS + selection.most_blocks + 1 + spans
         return cls(selection, own, index, most, int(own[:, 0].max()))
 
     def ahead(self, positions: Sequence[int]) -> Integers | None:
@@ -68,13 +69,17 @@ class StepChoice:
                 return None
             choices.append([start, blocks, 0, position + 1])
         ahead = np.array(choices)
-        alike = (ahead[:, :2].max(axis=0) == self.choices[:, :2].max(axis=0)).all()
-        return ahead if alike else None
+        return ahead if int(ahead[:, 0].max()) <= self.tables * TABLE_BLOCKS else None
 
     def fits(self, other: StepChoice) -> bool:
         """Return whether tables with another choice of the same spans hold for this one, too."""
         alike = self.index is other.index and self.selection is other.selection
-        return alike and (self.most, self.stop) == (other.most, other.stop)
+        return alike and self.most == other.most and other.tables <= self.tables
+
+    @property
+    def tables(self) -> int:
+        """Number of tables of rotations that the centers of all blocks need."""
+        return -(-self.stop // TABLE_BLOCKS)
 
 
 def index_of(step: DecodeStep) -> Integers:
