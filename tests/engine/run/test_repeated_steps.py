@@ -157,14 +157,17 @@ def test_step_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = requests(1, max_tokens=20)
     single = Answers("llama", asked)
     monkeypatch.setattr(executor, "FURTHER_SECONDS", 0.05)
-    original = Runner.decode
 
-    def slow(self: Runner, *args: Any) -> Any:
-        time.sleep(0.06)
-        return original(self, *args)
+    def slowed(original: Any) -> Any:
+        def slow(*args: Any, **how: Any) -> Any:
+            time.sleep(0.06)
+            return original(*args, **how)
+
+        return slow
 
     with monkeypatch.context() as slowly:
-        slowly.setattr(Runner, "decode", slow)
+        slowly.setattr(Runner, "decode", slowed(Runner.decode))
+        slowly.setattr(Runner, "decode_again", slowed(Runner.decode_again))
         assert Answers("llama", asked, nothing_waits).steps == single.steps
 
 
@@ -200,11 +203,11 @@ def test_failed_repetition_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> N
     single = Answers("llama", requests(2, DRAWN))
     original, calls = LayersTogether.decode_again, []
 
-    def failing(self: LayersTogether, *args: Any) -> Any:
+    def failing(self: LayersTogether, *args: Any, **how: Any) -> Any:
         calls.append(args)
         if len(calls) % 3 == 0:
             raise RuntimeError("made up")
-        logits = original(self, *args)
+        logits = original(self, *args, **how)
         return (
             np.full_like(logits, np.nan) if logits is not None and len(calls) % 7 == 0 else logits
         )
@@ -235,4 +238,42 @@ def test_step_of_other_rows_is_not_repeated() -> None:
     others = [row.ahead(1), replace(row, slot=row.slot + 1), replace(row, tail=row.tail + 1)]
     assert all(model.decode_again([3], [of], tails, selection) is None for of in others)
     assert model.decode_again([3], [row], tails, selection) is not None
+    core.close()
+
+
+@pytest.mark.parametrize("settings", [{}, {"attend_tokens": 128}], ids=["all", "choice"])
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_next_step_uses_tables_of_the_step_before(
+    sampling: Sampling, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a step decodes one token, as others wait; but not where spans have changed."""
+    single = Answers("llama", requests(2, sampling), **settings)
+    original, calls = Runner.decode, []
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(Runner, "decode", counted)
+    next_ones = Answers("llama", requests(2, sampling), lambda: True, **settings)
+    assert next_ones.tokens == single.tokens and next_ones.ends == single.ends
+    assert next_ones.steps == single.steps and next_ones.decoded == single.decoded
+    assert TOKENS / 16 < len(calls) < TOKENS / 3
+
+
+def test_step_of_replaced_spans_is_not_repeated() -> None:
+    """Nodes may be merged, quantized or spilled between two steps."""
+    model = packed("llama")
+    core = Core(model, memory_limit="1GB", max_stall_ms=0)
+    core.submit(requests(1)[0])
+    while core.stores.counters.decode_steps < 4:
+        core.step()
+    (sequence,) = core.admission.sequences.values()
+    row, where = sequence.row(), (core.stores.tails, core.runner.selection)
+    moved = replace(row.parts[0], segment=row.parts[0].segment.owned())
+    other = replace(row, parts=(moved, *row.parts[1:]))
+    assert model.decode_again([3], [replace(row, whole=True)], *where, new_step=True) is None
+    assert model.decode_again([3], [row], *where, new_step=True) is not None
+    assert model.decode_again([4], [other.ahead(1)], *where, new_step=True) is None
+    assert model.decode_again([4], [other.ahead(1)], *where) is not None, "as it is not asked"
     core.close()

@@ -345,7 +345,12 @@ class Runner:
         return hasattr(self.model, "decode_again")
 
     def decode_again(
-        self, tokens: Sequence[int], rows: Sequence[DecodeRow], tails: Tails
+        self,
+        tokens: Sequence[int],
+        rows: Sequence[DecodeRow],
+        tails: Tails,
+        *,
+        new_step: bool = False,
     ) -> npt.NDArray[np.float32] | None:
         """Repeat the latest decode step, of these rows, with the tokens that follow.
 
@@ -355,13 +360,15 @@ class Runner:
             tokens: next token of each row.
             rows: rows of the latest step, each advanced by a token.
             tails: tails of that step.
+            new_step: whether the rows may read other spans than in the latest step.
 
         Returns:
             Logits of each row, (rows, vocabulary); None if `decode` must compute the step.
         """
         if any(row.shift or row.adapter for row in rows):
             return None
-        return self.model.decode_again(tokens, rows, tails, self.selection)  # type: ignore[no-any-return]
+        where = tokens, rows, tails, self.selection
+        return self.model.decode_again(*where, new_step=new_step)  # type: ignore[no-any-return]
 
     def _joins(self, width: int) -> bool:
         """Return whether a step with `width` new tokens per row reads contiguous KV."""

@@ -283,22 +283,27 @@ class ModelExecutor:
             samplers = [s.sampler for s in sequences]
             device = self._runner.device
             with device.decoding(len(rows), width, rows[0].held_tokens):
-                if beside:
-                    prompts = [*map(self._prompt_chunk, beside)]
-                    output = self._runner.mixed(new, rows, self._tails, prompts)
-                    assert output.decoded is not None
-                    decoded, passes = output.decoded, self._passes(beside, output, started)
-                    del output
-                else:
-                    decoded = self._runner.decode(new, rows, self._tails, before)
-                logits, writes = decoded.logits, [*self._tails.buffers(), *decoded.arrays()]
-                if greedy_only(samplers) and _unruled(samplers, proposals):
-                    best = likeliest(logits)
-                    _evaluate(meanwhile, best.tokens, best.values, *writes)
-                    chosen = verified_greedy(best.read(), proposals)
-                else:
-                    _evaluate(meanwhile, logits, *writes)
-                    chosen = verified(logits, proposals, samplers, [s.generated for s in sequences])
+                chosen = None
+                if pending is not None and not (beside or before):
+                    chosen = self._decode_next(sequences, rows, meanwhile)
+                if chosen is None:
+                    if beside:
+                        prompts = [*map(self._prompt_chunk, beside)]
+                        output = self._runner.mixed(new, rows, self._tails, prompts)
+                        assert output.decoded is not None
+                        decoded, passes = output.decoded, self._passes(beside, output, started)
+                        del output
+                    else:
+                        decoded = self._runner.decode(new, rows, self._tails, before)
+                    logits, writes = decoded.logits, [*self._tails.buffers(), *decoded.arrays()]
+                    generated = [s.generated for s in sequences]
+                    if greedy_only(samplers) and _unruled(samplers, proposals):
+                        best = likeliest(logits)
+                        _evaluate(meanwhile, best.tokens, best.values, *writes)
+                        chosen = verified_greedy(best.read(), proposals)
+                    else:
+                        _evaluate(meanwhile, logits, *writes)
+                        chosen = verified(logits, proposals, samplers, generated)
                 if pending is not None and self._repeats(sequences):
                     further = self._decode_again(sequences, rows, chosen, pending, started)
             states: list[RecurrentState | None] = [None] * len(sequences)
@@ -333,12 +338,27 @@ class ModelExecutor:
         Each token of an answer with a constraint or a stop string may end it or change what may
         follow, and an answer's first token is delivered at once.
         """
-        if not self._runner.repeats or self._speculator.max_tokens or self._group.size > 1:
-            return False
-        return all(
+        return self._may_repeat and all(
             s.generated_tokens and s.sampler.constraint is NO_RULE and not s.text.may_stop
             for s in sequences
         )
+
+    @property
+    def _may_repeat(self) -> bool:
+        speculates = bool(self._speculator.max_tokens)
+        return self._runner.repeats and not speculates and self._group.size == 1
+
+    def _decode_next(
+        self, sequences: Items[Sequence], rows: list[DecodeRow], meanwhile: Callable[[], object]
+    ) -> list[list[SampledToken] | Exception] | None:
+        """Decode by a repetition of the step before; None if the rows or their spans are others."""
+        if not self._may_repeat:
+            return None
+        texts = [list[SampledToken]() for _ in rows]
+        if not self._repeat(sequences, texts, rows, new_step=True):
+            return None
+        meanwhile()
+        return [*texts]
 
     def _decode_again(
         self,
@@ -357,8 +377,6 @@ class ModelExecutor:
             pending: see `run`.
             started: start of the step, in seconds of `time.perf_counter`.
         """
-        samplers = [s.sampler for s in sequences]
-        greedy = greedy_only(samplers)
         texts = [of for of in chosen if not isinstance(of, Exception)]
         if len(texts) < len(chosen):
             return 0
@@ -371,29 +389,54 @@ class ModelExecutor:
             if ended or pending() or time.perf_counter() - started > FURTHER_SECONDS:
                 return further - 1
             rows = [row.ahead(1) for row in rows]
-            try:
-                logits = self._runner.decode_again([t[-1].token for t in texts], rows, self._tails)
-                if logits is None:
-                    return further - 1
-                if greedy:
-                    tokens = likeliest_tokens(logits)
-                else:
-                    before = [
-                        [*s.generated, *(token.token for token in text)]
-                        for s, text in zip(sequences, texts, strict=True)
-                    ]
-                    tokens = sample_all(mx.array(logits), samplers, before)
-                del logits  # before the next ones are computed
-            # If the error persists, the next step raises it.
-            except Exception as error:  # noqa: BLE001
-                without_frames(error)
+            if not self._repeat(sequences, texts, rows):
                 return further - 1
-            sampled = [token for token in tokens if not isinstance(token, Exception)]
-            if len(sampled) < len(tokens):
-                return further - 1
-            for text, token in zip(texts, sampled, strict=True):
-                text.append(token)
         return max(0, most - 1)
+
+    def _repeat(
+        self,
+        sequences: Items[Sequence],
+        texts: Items[list[SampledToken]],
+        rows: list[DecodeRow],
+        *,
+        new_step: bool = False,
+    ) -> bool:
+        """Append a token to each row's by `Runner.decode_again`; return whether that succeeds.
+
+        Args:
+            sequences: sequences of the rows.
+            texts: tokens that this step gave.
+            rows: rows of the tokens.
+            new_step: see `Runner.decode_again`.
+        """
+        samplers = [s.sampler for s in sequences]
+        lasts = [
+            text[-1].token if text else s.tokens[-1]
+            for s, text in zip(sequences, texts, strict=True)
+        ]
+        try:
+            logits = self._runner.decode_again(lasts, rows, self._tails, new_step=new_step)
+            if logits is None:
+                return False
+            if greedy_only(samplers):
+                tokens = likeliest_tokens(logits)
+            else:
+                generated = [
+                    [*s.generated, *(token.token for token in text)]
+                    for s, text in zip(sequences, texts, strict=True)
+                ]
+                tokens = sample_all(mx.array(logits), samplers, generated)
+            del logits  # before the next ones are computed
+        # If the error persists, the next step raises it.
+        except Exception as error:  # noqa: BLE001
+            without_frames(error)
+            return False
+        sampled = [token for token in tokens if not isinstance(token, Exception)]
+        if len(sampled) < len(tokens):
+            return False
+        for text, token in zip(texts, sampled, strict=True):
+            text.append(token)
+        return True
 
     def _recurrent_states(self, sequences: list[Sequence]) -> list[RecurrentState | None]:
         return [s.kv.recurrent_state for s in sequences] if self._runner.is_recurrent else []

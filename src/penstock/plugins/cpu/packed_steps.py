@@ -24,7 +24,7 @@ from penstock.models.layer_seams import skips_logits
 from penstock.plugins.cpu.choice_jobs import CHOICE_WORDS, ChoiceTable, choice_job, query_factor
 from penstock.plugins.cpu.compiled_jobs import Team, team
 from penstock.plugins.cpu.layer_loops import PartTable, norm_job
-from penstock.plugins.cpu.ordered_attention import seen_columns
+from penstock.plugins.cpu.ordered_attention import LatestPlan, seen_columns, tail_number_bytes
 from penstock.plugins.cpu.ordered_loops import (
     AttendTable,
     attend_tables,
@@ -337,11 +337,15 @@ class LayersTogether:
         rows: Sequence[DecodeRow],
         tails: Tails,
         selection: Selection,
+        *,
+        new_step: bool = False,
     ) -> Floats | None:
         """Repeat the latest decode step with the next tokens; see `Runner.decode_again`."""
         tables, output, threads = self._latest, self.output, team()
         before = [(*place[:2], place[2] - 1, place[3] - 1) for place in _places(tails, rows)]
         if tables is None or output is None or self.embed is None or before != self._decoded:
+            return None
+        if new_step and not self._reads_same_spans(tables, rows, tails):
             return None
         positions = [row.position for row in rows]
         choices = tables.choices_ahead(positions, selection)
@@ -355,6 +359,16 @@ class LayersTogether:
         _, logits = self._run_to_logits(tables, output, threads)
         self._decoded = _places(tails, rows)
         return logits
+
+    def _reads_same_spans(
+        self, tables: _PassTables, rows: Sequence[DecodeRow], tails: Tails
+    ) -> bool:
+        """Return whether rows read the spans of the tables, and in the same layers all or parts."""
+        (layer, _), *_ = tails.derived(self._known_layers).values()
+        nbytes = tails.derived(tail_number_bytes)[layer]
+        plan = tails.derived(LatestPlan).plan(rows, 1, nbytes)
+        same = plan is not None and all(spans is plan.spans for spans in tables.spans)
+        return same and not any(row.whole for row in rows)
 
     def _sees_alike(self, tables: _PassTables, tails: Tails, position: int) -> bool:
         """Return whether the layers that see all tokens are those of the tables."""
