@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from penstock.user_cache import is_private, user_cache
 
 if TYPE_CHECKING:
-    from threadpoolctl import ThreadpoolController
+    from threadpoolctl import LibController
 
 VARIABLE = "PENSTOCK_BLAS"
 """Path or soname of the CBLAS to load; `none` loads nothing."""
@@ -103,15 +103,23 @@ def one_thread() -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    with _pools().limit(limits=1, user_api="blas"):
+    before = [pool.get_num_threads() for pool in _pools()]
+    for pool in _pools():
+        pool.set_num_threads(1)
+    try:
         yield
+    finally:
+        for pool, threads in zip(_pools(), before, strict=True):
+            pool.set_num_threads(threads)
 
 
 @cache
-def _pools() -> ThreadpoolController:
+def _pools() -> list[LibController]:
+    """Return the loaded BLAS libraries; `ThreadpoolController.limit` takes 150 us a call."""
     from threadpoolctl import ThreadpoolController  # a fifth of what `import penstock` takes
 
-    return ThreadpoolController()
+    pools: list[LibController] = ThreadpoolController().select(user_api="blas").lib_controllers
+    return pools
 
 
 @cache
