@@ -6,6 +6,13 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+
+if hasattr(os, "SCHED_BATCH"):
+    # MLX's thread wakes for each operation, and would take the core from the thread that enqueues
+    # the next: a sixth of the time of tests of engines. Threads and processes inherit this.
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 import penstock  # noqa: F401 - the import is what loads it
 
