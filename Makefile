@@ -80,9 +80,12 @@ doctest: $(VENV)/.dev
 		--ignore=src/penstock/plugins/vlm \
 		--ignore-glob='src/penstock/plugins/remote/*_objects.py'
 
-# Of all tests; each process that runs them would compile them for itself.
-bytecode: $(VENV)/.dev
+# Of all tests, if one has changed; each process that runs them would compile them for itself.
+bytecode: $(VENV)/.bytecode
+
+$(VENV)/.bytecode: $(VENV)/.dev $(shell find tests -name '*.py')
 	@$(BIN)/pytest -q --collect-only $(TESTS) >/dev/null 2>&1 || true
+	@touch $@
 
 TESTS := --ignore=tests/scale --ignore=tests/real --ignore=tests/install
 BY_FILE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
