@@ -136,10 +136,10 @@ class KeyIndex:
             size = 1 if form is None else together
             for batch in (layers[n : n + size] for n in range(0, len(layers), size)):
                 sides = [segment.layers[layer] for layer in batch]
-                for layer, made in zip(
+                for layer, coded in zip(
                     batch, self._of_layers(sides, batch, start, ops), strict=True
                 ):
-                    index[layer] = made
+                    index[layer] = coded
         return replace(segment, index=tuple(index))
 
     def _form(self, sides: Layer, layer: int) -> Hashable:
@@ -161,14 +161,14 @@ class KeyIndex:
         joined = KeyCenters.joined(centers) if centers else None
         index = _encoded(self.codec, [mx.concatenate(all_keys, axis=1)], ops, joined, start)
         codes, sizes = index.parts[0], _bounded(index.parts[1])
-        heads, made = all_keys[0].shape[1], list[Coded]()
+        heads, by_layer = all_keys[0].shape[1], list[Coded]()
         for first in range(0, heads * len(layers), heads):
             parts = codes[:, first : first + heads], sizes[:, first : first + heads]
             copy = col.copied(replace(index, parts=parts))
             assert isinstance(copy, Coded)
-            made.append(copy)
-        mx.eval([coded.parts for coded in made])
-        return made
+            by_layer.append(copy)
+        mx.eval([coded.parts for coded in by_layer])
+        return by_layer
 
     def transform_query(self, queries: Floats) -> Floats:
         """Transform queries (kv_heads, m, dim) for products with signs: (kv_heads, m, signs)."""
