@@ -76,7 +76,8 @@ class Prefixes(Generic[S]):
         max_merge_tokens: maximum number of tokens of a merged node.
         max_merge_bytes: maximum bytes of a merged node with more tokens; 0 allows none.
         longer: maximum number of tokens of such a node, in multiples of `max_merge_tokens`.
-        grows: tells whether nodes of such segments may have more tokens; None is all.
+        grows: returns whether a node with such a segment may have more than `max_merge_tokens`
+            tokens; None allows all.
         span_tokens: a node is also merged with a longer parent if both together have at most this
             many tokens.
         beside: other memory that can be freed, and listeners; none by default.

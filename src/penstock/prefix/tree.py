@@ -39,7 +39,8 @@ class PrefixTree(Generic[S]):
         max_merge_tokens: maximum number of tokens of a merged node.
         max_merge_bytes: maximum bytes, excluding checkpoints, of a merged node with more tokens.
         longer: maximum number of tokens of such a node, in multiples of `max_merge_tokens`.
-        grows: tells whether nodes of such segments may have more tokens; None is all.
+        grows: returns whether a node with such a segment may have more than `max_merge_tokens`
+            tokens; None allows all.
     """
 
     def __init__(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import cycle
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from small_models import BASE, PACKED, build
 
+from penstock.attention.attention_plan import DecodeRow
 from penstock.engine.core import Core
 from penstock.engine.model.runner import Runner
 from penstock.engine.request import Request, Sampling, Token
@@ -225,20 +227,26 @@ def together() -> LayersTogether:
     return joined
 
 
-def test_step_of_other_rows_is_not_repeated() -> None:
-    """Tables of a step serve only the step after it, of the same rows and tails."""
-    model = packed("llama")
-    core = Core(model, memory_limit="1GB", max_stall_ms=0)
+@contextmanager
+def decoded_row(**settings: Any) -> Iterator[tuple[Core, DecodeRow]]:
+    """Decode some tokens, and yield the row of the next step."""
+    core = Core(packed("llama"), memory_limit="1GB", max_stall_ms=0, **settings)
     core.submit(requests(1)[0])
     while core.stores.counters.decode_steps < 4:
         core.step()
     (sequence,) = core.admission.sequences.values()
-    row, tails = sequence.row(), core.stores.tails
-    selection = core.runner.selection
-    others = [row.ahead(1), replace(row, slot=row.slot + 1), replace(row, tail=row.tail + 1)]
-    assert all(model.decode_again([3], [of], tails, selection) is None for of in others)
-    assert model.decode_again([3], [row], tails, selection) is not None
+    yield core, sequence.row()
     core.close()
+
+
+def test_step_of_other_rows_is_not_repeated() -> None:
+    """Tables of a step serve only the step after it, of the same rows and tails."""
+    model = packed("llama")
+    with decoded_row() as (core, row):
+        where = core.stores.tails, core.runner.selection
+        others = [row.ahead(1), replace(row, slot=row.slot + 1), replace(row, tail=row.tail + 1)]
+        assert all(model.decode_again([3], [of], *where) is None for of in others)
+        assert model.decode_again([3], [row], *where) is not None
 
 
 @pytest.mark.parametrize("settings", [{}, {"attend_tokens": 128}], ids=["all", "choice"])
@@ -264,16 +272,31 @@ def test_next_step_uses_tables_of_the_step_before(
 def test_step_of_replaced_spans_is_not_repeated() -> None:
     """Nodes may be merged, quantized or spilled between two steps."""
     model = packed("llama")
-    core = Core(model, memory_limit="1GB", max_stall_ms=0)
-    core.submit(requests(1)[0])
-    while core.stores.counters.decode_steps < 4:
-        core.step()
-    (sequence,) = core.admission.sequences.values()
-    row, where = sequence.row(), (core.stores.tails, core.runner.selection)
-    moved = replace(row.parts[0], segment=row.parts[0].segment.owned())
-    other = replace(row, parts=(moved, *row.parts[1:]))
-    assert model.decode_again([3], [replace(row, whole=True)], *where, new_step=True) is None
-    assert model.decode_again([3], [row], *where, new_step=True) is not None
-    assert model.decode_again([4], [other.ahead(1)], *where, new_step=True) is None
-    assert model.decode_again([4], [other.ahead(1)], *where) is not None, "as it is not asked"
-    core.close()
+    with decoded_row() as (core, row):
+        where = core.stores.tails, core.runner.selection
+        moved = replace(row.parts[0], segment=row.parts[0].segment.owned())
+        other = replace(row, parts=(moved, *row.parts[1:])).ahead(1)
+        assert model.decode_again([3], [replace(row, whole=True)], *where, new_step=True) is None
+        assert model.decode_again([3], [row], *where, new_step=True) is not None
+        assert model.decode_again([4], [other], *where, new_step=True) is None
+        assert model.decode_again([4], [other], *where) is not None, "as it is not asked"
+
+
+def test_selection_does_not_move_to_tokens_without_index() -> None:
+    """An index that memory had no room for is missing until a later step makes it."""
+    with decoded_row(attend_tokens=128) as (core, _):
+        tables = together()._latest
+        assert tables is not None
+        choice = next(choice for choice in tables.choices if choice is not None)
+        position = int(choice.choices[0, 3]) - 1
+        moved = choice.ahead([position + 16])
+        assert choice.moves and moved is not None
+        assert moved[0, 0] == choice.choices[0, 0] + 1
+        still = replace(choice, moves=False)
+        assert still.ahead([position + 16]) is None
+        assert still.ahead([int(choice.choices[0, 3]) - 1]) is not None
+        (sequence,) = core.admission.sequences.values()
+        (*parts, last), row = sequence.row().parts, sequence.row()
+        bare = replace(last, segment=replace(last.segment, index=()))
+        assert core.runner.selection.indexes(row.parts, row.position)
+        assert not core.runner.selection.indexes((*parts, bare), row.position)

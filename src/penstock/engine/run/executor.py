@@ -296,13 +296,13 @@ class ModelExecutor:
                     else:
                         decoded = self._runner.decode(new, rows, self._tails, before)
                     logits, writes = decoded.logits, [*self._tails.buffers(), *decoded.arrays()]
-                    generated = [s.generated for s in sequences]
                     if greedy_only(samplers) and _unruled(samplers, proposals):
                         best = likeliest(logits)
                         _evaluate(meanwhile, best.tokens, best.values, *writes)
                         chosen = verified_greedy(best.read(), proposals)
                     else:
                         _evaluate(meanwhile, logits, *writes)
+                        generated = [s.generated for s in sequences]
                         chosen = verified(logits, proposals, samplers, generated)
                 if pending is not None and self._repeats(sequences):
                     further = self._decode_again(sequences, rows, chosen, pending, started)

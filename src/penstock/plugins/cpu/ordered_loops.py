@@ -188,9 +188,10 @@ def _compile_ordered(key_dim: int, value_dim: int, soft_cap: float, nbytes: int)
 
     @njit(nogil=True)
     def bytes_ahead(spans, span, end, key_head, column, place, token_bytes, side):  # type: ignore[no-untyped-def]
-        """Return how far behind `place`, the column's, lies what is read `prefetched` bytes later.
+        """Return the distance in bytes from a column's keys or values to those to prefetch.
 
-        Short spans are those of selected blocks, and about half as long.
+        They lie `prefetched` bytes further on or, near the end of a span, two spans later: those of
+        selected blocks are short.
         """
         later = span + 2
         if (spans[span, 5] + spans[span, 4] - column) * token_bytes > prefetched:

@@ -363,7 +363,7 @@ class LayersTogether:
     def _reads_same_spans(
         self, tables: _PassTables, rows: Sequence[DecodeRow], tails: Tails
     ) -> bool:
-        """Return whether rows read the spans of the tables, and in the same layers all or parts."""
+        """Return whether the tables have the addresses of the spans that rows read now."""
         (layer, _), *_ = tails.derived(self._known_layers).values()
         nbytes = tails.derived(tail_number_bytes)[layer]
         plan = tails.derived(LatestPlan).plan(rows, 1, nbytes)

@@ -34,6 +34,8 @@ class StepChoice:
     """Maximum number of spans that a row reads."""
     stop: int
     """Index after the last selectable block of all rows."""
+    moves: bool
+    """Whether recent tokens are indexed, too, so that later steps may select them."""
 
     @classmethod
     def of(
@@ -51,7 +53,12 @@ class StepChoice:
         spans = int(np.diff(firsts).max())
         # A block may be cut by the end of each span.
         most = FIRST_BLOCKS + selection.most_blocks + 1 + spans
-        return cls(selection, own, index, most, int(own[:, 0].max()))
+        moves = all(
+            selection.indexes(row.parts, row.position)
+            for row, chooses in zip(step.new_tokens, own[:, 1] > 0, strict=True)
+            if chooses
+        )
+        return cls(selection, own, index, most, int(own[:, 0].max()), moves)
 
     def ahead(self, positions: Sequence[int]) -> Integers | None:
         """Return `choices` of the next decode step, of the same rows; None if tables would change.
@@ -69,6 +76,8 @@ class StepChoice:
                 return None
             choices.append([start, blocks, 0, position + 1])
         ahead = np.array(choices)
+        if not self.moves and (ahead[:, 0] != self.choices[:, 0]).any():
+            return None
         return ahead if int(ahead[:, 0].max()) <= self.tables * TABLE_BLOCKS else None
 
     def fits(self, other: StepChoice) -> bool:
